@@ -1,0 +1,43 @@
+"""Errors users can meet. Each says what, the value, the limit and the way out, and knows its HTTP status."""
+
+
+class PenstockError(Exception):
+    """Base of every error that is the caller's to mend; the command line prints it and exits with 2."""
+
+    status = 400
+
+
+class InvalidSetting(PenstockError):
+    """A flag, environment variable, TOML key or argument has a value outside its range."""
+
+
+class InvalidPrompt(PenstockError):
+    """The prompt is empty, not text, or cannot be rendered."""
+
+
+class PromptTooLong(PenstockError):
+    """The prompt does not fit the model's context or the memory budget."""
+
+    status = 413
+
+
+class MemoryTooSmall(PenstockError):
+    """The byte budget cannot hold the weights and the smallest chunk."""
+
+
+class ModelNotFound(PenstockError):
+    """No such folder, file or hub id, or the network that would fetch it is not there."""
+
+    status = 404
+
+
+class InvalidModelFile(PenstockError):
+    """A weight, config or tokenizer file is missing, truncated or corrupt."""
+
+
+class UnsupportedModel(PenstockError):
+    """The architecture, or something in its config, is not one that we run."""
+
+
+class UnknownLane(PenstockError):
+    """The lane that was asked for does not exist or cannot run this model."""

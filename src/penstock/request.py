@@ -1,0 +1,211 @@
+"""What flows: the ask (Request), its progress (Sequence), a step's plan and outcome, and what users receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from penstock.errors import InvalidSetting
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # None: none; 0: the chosen token's; n: with n alternatives
+    prompt_logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100")
+        _require("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or left out")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
+        _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "above 0, at most 10")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(name, value, -2 <= value <= 2, "-2 to 2")
+        _require("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        _require("stop", self.stop, all(self.stop), "strings that are not empty")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(name, value, value is None or 0 <= value <= 20, "0 to 20, or left out")
+
+
+def _require(name: str, value: object, holds: bool, limit: str) -> None:
+    if not holds:
+        raise InvalidSetting(f"{name} is {value!r}; it must be {limit}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The ask. `prompt` holds the tokens known at submission; a streamed prompt adds more through the scheduler."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    arrived_at: float
+    prompt_is_complete: bool = True
+    rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True)
+class Sequence:
+    """The progress of one request. Only the scheduler changes it."""
+
+    request: Request
+    tokens: list[int]
+    num_prompt_tokens: int  # grows while a streamed prompt is read
+    prompt_is_complete: bool
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_cached: int = 0  # prompt tokens taken from the prefix cache
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    status: Status = Status.WAITING
+    abort_requested: bool = False
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that may be computed now: the last of an unfinished stream waits for what follows it."""
+        return len(self.tokens) if self.prompt_is_complete else max(0, len(self.tokens) - 1)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        return not self.prompt_is_complete or self.num_computed < self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, end) of one sequence. A decode is a chunk of length 1."""
+
+    sequence_id: int
+    start: int
+    end: int
+    wants_logits: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    step: int
+    chunks: tuple[Chunk, ...]
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+    waiting: int
+    token_budget: int
+    predicted_bytes: int
+    reason: str
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    step: int
+    token_by_sequence: dict[int, int]
+    finished: dict[int, FinishReason]  # sequences that end with this step's token
+    elapsed_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()  # most likely first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProgress:
+    request_id: int
+    num_computed: int
+    num_cached: int
+    num_total: int | None  # None while a streamed prompt's length is unknown
+    num_total_estimate: int
+    chunk_start: int
+    chunk_end: int
+    elapsed_s: float
+    tokens_per_s: float
+    eta_s: float
+    memory_bytes: int
+    predicted_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    request_id: int
+    token_id: int
+    text: str  # may be empty while a character or a possible stop string is incomplete
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRecord:
+    start: int
+    end: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    chunks: tuple[ChunkRecord, ...]
+    ttft_s: float | None  # None: ended before the first token
+    prefill_s: float
+    decode_s: float
+    peak_bytes: int
+    predicted_peak_bytes: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return (self.num_prompt_tokens - self.num_cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        num_steps = len(self.token_ids) - 1
+        return num_steps / self.decode_s if num_steps > 0 and self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    request_id: int
+    output: Output
