@@ -98,7 +98,8 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return not self.prompt_is_complete or self.num_computed < self.num_prompt_tokens
+        """More than one token is still to be computed, or the prompt's logits are."""
+        return not self.prompt_is_complete or self.num_computed < max(self.num_prompt_tokens, len(self.tokens) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,224 @@
+"""Attention over pages on a CPU: contiguous runs are attended through views, tile by tile, and merged exactly.
+
+A query tile sees the tokens before it without any mask; only its own square, and the edge of a window, need one.
+No tensor here grows with the context: the largest is a tile by a tile.
+"""
+
+# T tokens of the step, Q queries of a tile, N keys of a segment, H heads, K key-value heads, D head size
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from penstock.attention.backend import AttentionRule, ForwardInputs
+from penstock.cache.storage import KvStorage
+
+QUERY_ROWS = 512
+KEY_ROWS = 1024  # only where scores are materialised
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Positions [start, end) of a sequence lie in the adjacent slots that begin at `slot`."""
+
+    start: int
+    end: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Keys [start, end) that a query tile sees: all of them, or by a rule of positions."""
+
+    start: int
+    end: int
+    is_masked: bool
+
+
+def contiguous_runs(blocks: tuple[int, ...], block_size: int, num_tokens: int) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    for index, block in enumerate(blocks):
+        start, end = index * block_size, min((index + 1) * block_size, num_tokens)
+        if start >= num_tokens:
+            break
+        if runs and runs[-1].slot + (start - runs[-1].start) == block * block_size:
+            runs[-1] = Run(start=runs[-1].start, end=end, slot=runs[-1].slot)
+        else:
+            runs.append(Run(start=start, end=end, slot=block * block_size))
+    return tuple(runs)
+
+
+def segments(start: int, end: int, window: int | None) -> Iterator[Segment]:
+    """What queries [start, end) see: the window's edge, the tokens that all of them see, and their own square."""
+    first = 0 if window is None else max(0, start - window + 1)
+    if end - start == 1:
+        yield Segment(start=first, end=end, is_masked=False)
+        return
+    seen_by_all = 0 if window is None else max(first, min(end - window, start))
+    if first < seen_by_all:
+        yield Segment(start=first, end=seen_by_all, is_masked=True)
+    if seen_by_all < start:
+        yield Segment(start=seen_by_all, end=start, is_masked=False)
+    yield Segment(start=start, end=end, is_masked=True)
+
+
+class CpuAttention:
+    name = "cpu"
+
+    def __init__(self, storage: KvStorage, block_size: int) -> None:
+        self.storage = storage
+        self.block_size = block_size
+        self._inputs: ForwardInputs | None = None
+        self._runs: list[tuple[Run, ...]] = []
+
+    def begin_step(self, inputs: ForwardInputs) -> None:
+        self._inputs = inputs
+        self._runs = [
+            contiguous_runs(blocks, self.block_size, length)
+            for blocks, length in zip(inputs.block_table, inputs.context_lens, strict=True)
+        ]
+
+    def key_value_rows(self, layer: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        found = []
+        for row, start, end, runs in self._chunks():
+            for first, last, slot in _slots(runs, start, end):
+                rows = slice(row + first - start, row + last - start)
+                found.append((rows, keys[slot : slot + last - first], values[slot : slot + last - first]))
+        return found
+
+    def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        out_THD = torch.empty_like(q_THD)
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        for row, start, end, runs in self._chunks():
+            for tile in range(start, end, QUERY_ROWS):
+                tile_end = min(tile + QUERY_ROWS, end)
+                rows = slice(row + tile - start, row + tile_end - start)
+                out_THD[rows] = _attend_tile(q_THD[rows], keys, values, runs, tile, tile_end, rule)
+        return out_THD
+
+    def _chunks(self) -> Iterator[tuple[int, int, int, tuple[Run, ...]]]:
+        """(first row, first position, end position, runs) of each chunk."""
+        assert self._inputs is not None, "begin_step comes first"
+        starts = self._inputs.query_starts
+        for index, end in enumerate(self._inputs.context_lens):
+            num_rows = starts[index + 1] - starts[index]
+            yield starts[index], end - num_rows, end, self._runs[index]
+
+
+def _slots(runs: tuple[Run, ...], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, slot of first) of each run's part of positions [start, end)."""
+    for run in runs:
+        first, last = max(start, run.start), min(end, run.end)
+        if first < last:
+            yield first, last, run.slot + first - run.start
+
+
+def _attend_tile(
+    q_QHD: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    runs: tuple[Run, ...],
+    start: int,
+    end: int,
+    rule: AttentionRule,
+) -> torch.Tensor:
+    """Queries at positions [start, end) over all that they see; partial results are merged by their log-sum-exp."""
+    merged: tuple[torch.Tensor, torch.Tensor] | None = None
+    for segment in segments(start, end, rule.window):
+        for first, last, slot in _slots(runs, segment.start, segment.end):
+            k_NKD, v_NKD = keys_SKD[slot : slot + last - first], values_SKD[slot : slot + last - first]
+            is_own_square = first == start and last == end
+            is_plainly_causal = is_own_square and (rule.window is None or end - start <= rule.window)
+            if rule.softcap is not None:
+                part = _by_scores(q_QHD, k_NKD, v_NKD, start, first, segment.is_masked, rule)
+            elif not segment.is_masked or is_plainly_causal:
+                part = _by_flash(q_QHD, k_NKD, v_NKD, segment.is_masked, None, rule.scale)
+            else:
+                mask_QN = _mask(start, end, first, last, rule.window, q_QHD.dtype)
+                part = _by_flash(q_QHD, k_NKD, v_NKD, False, mask_QN, rule.scale)
+            merged = part if merged is None else _merge(merged, part)
+    assert merged is not None
+    return merged[0].to(q_QHD.dtype)
+
+
+def _by_flash(
+    q_QHD: torch.Tensor,
+    k_NKD: torch.Tensor,
+    v_NKD: torch.Tensor,
+    is_causal: bool,
+    mask_QN: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [Q, H, D], log-sum-exp [Q, H, 1]). A single query's head groups become rows, sharing each key read."""
+    num_queries, num_heads, head_size = q_QHD.shape
+    num_kv_heads = k_NKD.shape[1]
+    k, v = k_NKD.transpose(0, 1)[None], v_NKD.transpose(0, 1)[None]
+    if num_queries == 1:
+        q = q_QHD.view(1, num_kv_heads, num_heads // num_kv_heads, head_size)
+        out, lse = _flash(q, k, v, 0.0, False, scale=scale)
+        return out.reshape(1, num_heads, head_size), lse.reshape(1, num_heads, 1)
+    out, lse = _flash(q_QHD.transpose(0, 1)[None], k, v, 0.0, is_causal, attn_mask=mask_QN, scale=scale)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)[..., None]
+
+
+def _by_scores(
+    q_QHD: torch.Tensor,
+    k_NKD: torch.Tensor,
+    v_NKD: torch.Tensor,
+    start: int,
+    first_key: int,
+    is_masked: bool,
+    rule: AttentionRule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with the scores in view, for softcaps, in key tiles so that they stay small."""
+    num_queries, num_heads, head_size = q_QHD.shape
+    num_kv_heads = k_NKD.shape[1]
+    group = num_heads // num_kv_heads
+    q_KRD = q_QHD.view(num_queries, num_kv_heads, group, head_size).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
+    merged: tuple[torch.Tensor, torch.Tensor] | None = None
+    for low in range(0, k_NKD.shape[0], KEY_ROWS):
+        high = min(low + KEY_ROWS, k_NKD.shape[0])
+        scores_KRN = torch.bmm(q_KRD, k_NKD[low:high].permute(1, 2, 0)).float().mul_(rule.scale)
+        if rule.softcap is not None:
+            scores_KRN.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        scores = scores_KRN.view(num_kv_heads, group, num_queries, high - low)
+        if is_masked:
+            keys = (first_key + low, first_key + high)
+            scores += _mask(start, start + num_queries, *keys, rule.window, torch.float32)
+        lse = scores.logsumexp(-1)
+        weights = scores.sub_(lse[..., None]).exp_().to(q_QHD.dtype)
+        out_KRD = torch.bmm(weights.view(num_kv_heads, -1, high - low), v_NKD[low:high].transpose(0, 1))
+        out = out_KRD.view(num_heads, num_queries, head_size).transpose(0, 1)
+        part = (out, lse.view(num_heads, num_queries).transpose(0, 1)[..., None])
+        merged = part if merged is None else _merge(merged, part)
+    assert merged is not None
+    return merged
+
+
+def _mask(
+    start: int, end: int, first: int, last: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """0 where query (row) sees key (column). The lowest finite number elsewhere: an infinite one would give a row
+    that sees nothing a log-sum-exp of 0, and the merge would count it."""
+    queries_Q1 = torch.arange(start, end)[:, None]
+    keys_N = torch.arange(first, last)
+    is_seen_QN = keys_N <= queries_Q1
+    if window is not None:
+        is_seen_QN &= keys_N > queries_Q1 - window
+    return torch.zeros(is_seen_QN.shape, dtype=dtype).masked_fill_(~is_seen_QN, torch.finfo(dtype).min)
+
+
+def _merge(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets."""
+    (out_one, lse_one), (out_other, lse_other) = one, other
+    lse = torch.logaddexp(lse_one, lse_other)
+    merged = out_one * (lse_one - lse).exp_()
+    return merged.addcmul_(out_other, (lse_other - lse).exp_()), lse

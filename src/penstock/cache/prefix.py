@@ -1,0 +1,51 @@
+"""Which computed prefixes lie in which blocks: a chain of hashes, each over a block's tokens and all before it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from penstock.cache.blocks import BlockPool
+
+
+def root_hash(model_identity: str, rotary: str) -> bytes:
+    """Where chains begin: what makes equal tokens give different keys and values."""
+    return hashlib.blake2b(f"{model_identity}\0{rotary}".encode(), digest_size=16).digest()
+
+
+def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(previous + array("I", tokens).tobytes(), digest_size=16).digest()
+
+
+class PrefixCache:
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        pool.on_evict = self._forget
+        self.num_hit_tokens = 0
+        self._block_by_hash: dict[bytes, int] = {}
+        self._hash_by_block: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_by_hash)
+
+    def take(self, block_hash: bytes) -> int | None:
+        """The block with that prefix, held once more; None when nobody computed it."""
+        block = self._block_by_hash.get(block_hash)
+        if block is not None:
+            self.pool.retain(block)
+        return block
+
+    def put(self, block_hash: bytes, block: int) -> None:
+        """`block` now holds that prefix. The first of two equal blocks stays the one that is found."""
+        if block_hash not in self._block_by_hash and block not in self._hash_by_block:
+            self._block_by_hash[block_hash] = block
+            self._hash_by_block[block] = block_hash
+            self.pool.keep_content(block)
+
+    def clear(self) -> None:
+        """Forgets every prefix that no running sequence holds."""
+        self.pool.drop_cached()
+
+    def _forget(self, block: int) -> None:
+        del self._block_by_hash[self._hash_by_block.pop(block)]

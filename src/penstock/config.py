@@ -1,0 +1,154 @@
+"""Every default in one file. A value comes from, in this order: the flag, PENSTOCK_*, penstock.toml, the default."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InvalidSetting
+
+DEFAULT_MODEL = "smollm2"
+CONFIG_FILE = "penstock.toml"
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+# Resident bytes of Python, torch and the tokenizer before any weight, as measured on x86-64 Linux with torch 2.13.
+# `plan` uses it without importing torch; the engine measures its own.
+RUNTIME_BYTES_ESTIMATE = 330 * 2**20
+# Share of the free memory left to others when no budget is given.
+FREE_MEMORY_MARGIN = 0.1
+
+
+class PrefillPriority(Enum):
+    PREFILL_FIRST = "prefill-first"  # all chunks before any decode
+    INTERLEAVED = "interleaved"  # every step carries the decodes and a prefill chunk
+    DECODE_PRIORITY = "decode-priority"  # prefill runs when no decode waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    chunk_size: int | None = None  # None: the memory model picks it; 0: prompts are read whole
+    overlap: int = 0
+    memory: int | None = None  # bytes; None: what is free, less a margin
+    context: int | None = None  # tokens; None: the model's own limit
+    lane: str | None = None  # None: the lane table picks
+    strict: bool = False  # refuse instead of adjusting
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None  # None: the physical cores this process may use
+    block_size: int = 16
+    max_chunk_size: int = 1024  # the most that `auto` picks
+    min_chunk_size: int = 16  # the KV pool leaves room for at least this chunk
+    max_running: int = 64
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 0:
+            raise InvalidSetting(f"Chunk size is {self.chunk_size}; it must be 0 (whole prompt), 1 or more, or auto.")
+        if self.overlap < 0:
+            raise InvalidSetting(f"Overlap is {self.overlap}; it must be 0 or more.")
+        if self.chunk_size and self.overlap >= self.chunk_size:
+            raise InvalidSetting(
+                f"Overlap is {self.overlap}, chunk size {self.chunk_size}; lower the overlap below the chunk size."
+            )
+        if self.chunk_size is None and self.overlap >= self.min_chunk_size:
+            raise InvalidSetting(
+                f"Overlap is {self.overlap}; with an automatic chunk size it must be below {self.min_chunk_size}. "
+                "Lower it or give --chunk-size."
+            )
+        for name in ("memory", "context", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
+        if self.dtype not in DTYPES:
+            raise InvalidSetting(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if self.device not in DEVICES:
+            raise InvalidSetting(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+
+
+def load_config(
+    flags: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> EngineConfig:
+    """`flags` holds what was given on the command line or as arguments; None means not given."""
+    environment = os.environ if environment is None else environment
+    merged: dict[str, Any] = _from_toml((folder or Path.cwd()) / CONFIG_FILE)
+    for name in PARSERS:
+        if (value := environment.get(f"PENSTOCK_{name.upper()}")) not in (None, ""):
+            merged[name] = value
+    merged.update({name: value for name, value in flags.items() if value is not None})
+    return EngineConfig(**{name: PARSERS[name](value) for name, value in merged.items()})
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidSetting(f"{path} cannot be read as TOML: {error}. Mend or remove it.") from error
+    settings = {name.replace("-", "_"): value for name, value in content.items()}
+    if unknown := sorted(set(settings) - set(PARSERS)):
+        raise InvalidSetting(f"{path} has the unknown key {unknown[0]!r}; known keys are {', '.join(PARSERS)}.")
+    return settings
+
+
+def parse_bytes(value: str | int) -> int:
+    """'6GiB', '500 MB', '1.5g' or a number of bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), flags=re.IGNORECASE)
+    if match is None:
+        raise InvalidSetting(f"Memory is {value!r}; write a size such as 6GiB, 512MiB or a number of bytes.")
+    number, prefix, binary = match.groups()
+    exponent = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+    # '6g' is what people type for 6 GiB; '6GB' is decimal.
+    is_decimal = prefix and not binary and str(value).strip().lower().endswith("b")
+    return int(float(number) * (1000 if is_decimal else 1024) ** exponent)
+
+
+def parse_chunk_size(value: str | int) -> int | None:
+    if value == "auto":
+        return None
+    return _parse_int("Chunk size", value, "0 (whole prompt), 1 or more, or auto")
+
+
+def _parse_int(name: str, value: object, allowed: str) -> int:
+    try:
+        if isinstance(value, (bool, float)):
+            raise ValueError
+        return int(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InvalidSetting(f"{name} is {value!r}; it must be {allowed}.") from None
+
+
+def _parse_bool(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in words:
+        raise InvalidSetting(f"{name} is {value!r}; it must be true or false.")
+    return words[str(value).lower()]
+
+
+def _parser_for(name: str) -> Any:
+    if name == "chunk_size":
+        return parse_chunk_size
+    if name == "memory":
+        return parse_bytes
+    if name in ("strict", "prefix_cache"):
+        return lambda value: _parse_bool(name, value)
+    if name in ("lane", "device", "dtype"):
+        return str
+    return lambda value: _parse_int(name, value, "a whole number")
+
+
+PARSERS = {field.name: _parser_for(field.name) for field in fields(EngineConfig)}

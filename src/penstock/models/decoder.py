@@ -1,0 +1,199 @@
+"""A decoder configured by the model's own config, over packed chunks and paged keys and values."""
+
+# T tokens of the step, H heads, K key-value heads, D head size, M hidden size, V vocabulary, L logit rows
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs
+from penstock.models.layers import Linear, RmsNorm, gated_activation
+from penstock.models.rotary import Rotary, rotate
+from penstock.models.spec import DecoderSpec, LayerSpec
+from penstock.models.weights import WeightSource
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    spec: LayerSpec
+    rule: AttentionRule
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+    norms: dict[str, RmsNorm]  # by their names in the checkpoint; absent ones are not applied
+
+
+class Decoder:
+    """Allocated first, then filled from the weights slice by slice: no second copy of them exists."""
+
+    def __init__(self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.embeddings_VM = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.head_VM = self.embeddings_VM if spec.has_tied_embeddings else torch.empty_like(self.embeddings_VM)
+        self.rotaries = {name: Rotary(rotary, device) for name, rotary in spec.rotaries.items()}
+        self.layers = [self._empty_layer(layer) for layer in spec.layers]
+        self.final_norm = self._empty_norm(spec.hidden_size)
+
+    def load(self, source: WeightSource) -> None:
+        for name, destination in self._destinations():
+            source.copy_into(destination, name)
+        for norm in self._norms():
+            norm.weight.add_(self.spec.norm_offset)
+
+    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
+        """Hidden states [T, M] of every token of the step; keys and values go to the pages."""
+        attention.begin_step(inputs)
+        cos_sin = {name: self._cos_sin(rotary, inputs) for name, rotary in self.rotaries.items()}
+        hidden_TM = self.embeddings_VM[inputs.ids_T]
+        if self.spec.embedding_scale is not None:
+            # The factor is rounded to the model's dtype, as the reference does.
+            hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
+        for index, layer in enumerate(self.layers):
+            rotary = cos_sin[layer.spec.rotary] if layer.spec.rotary else None
+            self._attention(index, layer, hidden_TM, rotary, attention)
+            self._mlp(layer, hidden_TM)
+        return hidden_TM
+
+    def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
+        """Float32 logits of the rows that are wanted."""
+        logits_LV = torch.nn.functional.linear(self.final_norm(hidden_LM), self.head_VM).float()
+        if self.spec.logit_softcap is not None:
+            logits_LV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        return logits_LV
+
+    def _attention(
+        self,
+        index: int,
+        layer: Layer,
+        hidden_TM: torch.Tensor,
+        cos_sin: CosSin | None,
+        attention: AttentionBackend,
+    ) -> None:
+        spec = self.spec
+        q, k, v = layer.qkv(_normed(layer, "input_layernorm", hidden_TM)).split(
+            [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1
+        )
+        if spec.qk_norm == "projection":
+            q, k = _normed(layer, "self_attn.q_norm", q), _normed(layer, "self_attn.k_norm", k)
+        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (-1, spec.head_size)) for x in (q, k, v))
+        if spec.qk_norm == "head":
+            q_THD, k_TKD = _normed(layer, "self_attn.q_norm", q_THD), _normed(layer, "self_attn.k_norm", k_TKD)
+        for rows, key_pages, value_pages in attention.key_value_rows(index):
+            if cos_sin is None:
+                key_pages.copy_(k_TKD[rows])
+            else:
+                rotate(k_TKD[rows], cos_sin[0][rows], cos_sin[1][rows], out=key_pages)
+            value_pages.copy_(v_TKD[rows])
+        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        if cos_sin is None:
+            rotated_THD.copy_(q_THD)
+        else:
+            rotate(q_THD, *cos_sin, out=rotated_THD)
+        attended_THD = attention.attend(index, rotated_THD, layer.rule)
+        hidden_TM += _normed(layer, self._output_norm("attention"), layer.output(attended_THD.flatten(1)))
+
+    def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
+        normed = _normed(layer, self._mlp_input_norm, hidden_TM)
+        product = layer.down(gated_activation(layer.gate_up(normed), self.spec.activation))
+        hidden_TM += _normed(layer, self._output_norm("mlp"), product)
+
+    def _cos_sin(self, rotary: Rotary, inputs: ForwardInputs) -> CosSin:
+        if len(set(inputs.rotary_variants)) <= 1:
+            variant = inputs.rotary_variants[0] if inputs.rotary_variants else "default"
+            return rotary.cos_sin(inputs.positions_T, variant, self.dtype)
+        parts = [
+            rotary.cos_sin(inputs.positions_T[first:last], variant, self.dtype)
+            for first, last, variant in zip(
+                inputs.query_starts, inputs.query_starts[1:], inputs.rotary_variants, strict=False
+            )
+        ]
+        cos, sin = zip(*parts, strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
+    # Checkpoints name the norm after attention `post_attention_layernorm` where it is the MLP's input norm, and
+    # also where it norms attention's output; `pre_feedforward_layernorm` exists only beside the latter.
+
+    @property
+    def _mlp_input_norm(self) -> str:
+        return "pre_feedforward_layernorm" if self.spec.norms_outputs else "post_attention_layernorm"
+
+    def _output_norm(self, part: str) -> str | None:
+        if not self.spec.norms_outputs:
+            return None
+        return "post_attention_layernorm" if part == "attention" else "post_feedforward_layernorm"
+
+    def _empty_layer(self, layer: LayerSpec) -> Layer:
+        spec = self.spec
+        place = {"dtype": self.dtype, "device": self.device}
+        names = []
+        if spec.norms_inputs:
+            names += ["input_layernorm", self._mlp_input_norm]
+        if spec.norms_outputs:
+            names += ["post_attention_layernorm", "post_feedforward_layernorm"]
+        norms = {name: self._empty_norm(spec.hidden_size) for name in names}
+        if spec.qk_norm is not None:
+            per_head = spec.qk_norm == "head"
+            norms["self_attn.q_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_heads))
+            norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
+        width, inner = spec.hidden_size, spec.intermediate_size
+        return Layer(
+            spec=layer,
+            rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
+            qkv=Linear.empty(spec.qkv_rows, width, bias=spec.qkv_bias, **place),
+            output=Linear.empty(width, spec.num_heads * spec.head_size, bias=spec.output_bias, **place),
+            gate_up=Linear.empty(2 * inner, width, bias=spec.mlp_bias, **place),
+            down=Linear.empty(width, inner, bias=spec.mlp_bias, **place),
+            norms=norms,
+        )
+
+    def _empty_norm(self, size: int) -> RmsNorm:
+        return RmsNorm(weight=torch.empty(size, dtype=torch.float32, device=self.device), eps=self.spec.norm_eps)
+
+    def _norms(self) -> Iterator[RmsNorm]:
+        yield self.final_norm
+        for layer in self.layers:
+            yield from layer.norms.values()
+
+    def _destinations(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
+        yield "model.embed_tokens.weight", self.embeddings_VM
+        if not self.spec.has_tied_embeddings:
+            yield "lm_head.weight", self.head_VM
+        yield "model.norm.weight", self.final_norm.weight
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}"
+            for name, norm in layer.norms.items():
+                yield f"{prefix}.{name}.weight", norm.weight
+            yield from self._projections(f"{prefix}.self_attn", layer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+            yield from self._projections(f"{prefix}.self_attn", layer.output, ("o_proj",), "o_proj")
+            yield from self._projections(f"{prefix}.mlp", layer.gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
+            yield from self._projections(f"{prefix}.mlp", layer.down, ("down_proj",), "down_proj")
+
+    def _projections(
+        self, prefix: str, linear: Linear, parts: tuple[str, ...], fused: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        spec = self.spec
+        names = (fused,) if spec.has_fused_projections else parts
+        kv_rows = spec.num_kv_heads * spec.head_size
+        sizes = {"q_proj": spec.num_heads * spec.head_size, "k_proj": kv_rows, "v_proj": kv_rows}
+        sizes |= {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        row = 0
+        for name in names:
+            num_rows = sizes.get(name, linear.weight_OI.shape[0])
+            yield f"{prefix}.{name}.weight", linear.weight_OI[row : row + num_rows]
+            if linear.bias_O is not None:
+                yield f"{prefix}.{name}.bias", linear.bias_O[row : row + num_rows]
+            row += num_rows
+
+
+def _normed(layer: Layer, name: str | None, x: torch.Tensor) -> torch.Tensor:
+    norm = layer.norms.get(name) if name else None
+    return x if norm is None else norm(x)

@@ -1,0 +1,260 @@
+"""What a decoder is made of, read from the model's own config. No torch: the planner reads it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.errors import InvalidModelFile, UnsupportedModel
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySpec:
+    type: str
+    theta: float
+    num_dims: int  # of a head that are rotated
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    original_context: int | None = None  # longrope: past this prompt length the long factors hold
+
+    def variant(self, prompt_tokens: int) -> str:
+        """Which table a prompt of that length needs. It is fixed at admission, for prompt and answer alike."""
+        is_long = self.type == "longrope" and self.original_context and prompt_tokens > self.original_context
+        return "long" if is_long else "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    window: int | None  # a token sees itself and the window - 1 tokens before it; None: all
+    rotary: str | None  # key into DecoderSpec.rotaries; None: no position encoding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    max_context: int
+    layers: tuple[LayerSpec, ...]
+    rotaries: Mapping[str, RotarySpec]
+    activation: str
+    has_tied_embeddings: bool
+    attention_scale: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    norms_inputs: bool = True
+    norms_outputs: bool = False
+    norm_offset: float = 0.0  # gemma stores norm weights less one
+    embedding_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    has_fused_projections: bool = False  # phi3 stores qkv and gate/up as one matrix each
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    @property
+    def num_parameters(self) -> int:
+        heads = self.num_heads * self.head_size
+        attention = self.qkv_rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
+        mlp = 3 * self.intermediate_size * self.hidden_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        norms = 2 * self.hidden_size * (self.norms_inputs + self.norms_outputs)
+        if self.qk_norm == "head":
+            norms += 2 * self.head_size
+        elif self.qk_norm == "projection":
+            norms += heads + self.num_kv_heads * self.head_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
+        return self.num_layers * (attention + mlp + norms) + self.hidden_size + embeddings
+
+    def rotary_variant(self, prompt_tokens: int) -> str:
+        variants = {rotary.variant(prompt_tokens) for rotary in self.rotaries.values()}
+        return "long" if "long" in variants else "default"
+
+    @property
+    def depends_on_prompt_length(self) -> bool:
+        return any(rotary.original_context for rotary in self.rotaries.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """How one model_type differs from the plain llama decoder."""
+
+    theta: float = 10_000.0
+    tied_by_default: bool = False
+    sliding: Literal["none", "all", "by-layer-type"] = "none"
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
+
+FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(),
+    "mistral": _Family(sliding="all"),
+    "qwen2": _Family(sliding="by-layer-type", traits={"qkv_bias": True}),
+    "qwen3": _Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
+    "smollm3": _Family(theta=2_000_000.0, tied_by_default=True, sliding="by-layer-type"),
+    "phi3": _Family(sliding="all", traits={"has_fused_projections": True}),
+    "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
+    "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", traits=_GEMMA),
+    "gemma3_text": _Family(
+        theta=1_000_000.0, tied_by_default=True, sliding="by-layer-type", traits={**_GEMMA, "qk_norm": "head"}
+    ),
+}
+
+
+def is_supported(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in FAMILIES
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    model_type = config.get("model_type")
+    if not is_supported(config):
+        raise UnsupportedModel(
+            f"The architecture {model_type!r} has no native decoder; native ones are {', '.join(sorted(FAMILIES))}."
+        )
+    family = FAMILIES[str(model_type)]
+    try:
+        return _decoder_spec(str(model_type), family, config)
+    except KeyError as error:
+        raise InvalidModelFile(f"config.json of a {model_type} model lacks {error.args[0]!r}.") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidModelFile(f"config.json of this {model_type} model has a value of the wrong kind: {error}.") from None
+
+
+def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -> DecoderSpec:
+    num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    hidden_size = int(config["hidden_size"])
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    head_size = int(config.get("head_dim") or hidden_size // num_heads)
+    if num_heads % num_kv_heads or min(num_layers, num_heads, hidden_size, head_size) < 1:
+        raise ValueError(f"{num_heads} heads of {head_size} over {num_kv_heads} key-value heads")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(ACTIVATIONS)}.")
+    is_gemma = model_type.startswith("gemma")
+    attention_bias = bool(config.get("attention_bias", False))
+    tied = config.get("tie_word_embeddings")
+    values: dict[str, Any] = {
+        "family": model_type,
+        "vocab_size": int(config["vocab_size"]),
+        "hidden_size": hidden_size,
+        "intermediate_size": int(config["intermediate_size"]),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "max_context": int(config["max_position_embeddings"]),
+        "layers": _layers(model_type, family, config, num_layers),
+        "rotaries": _rotaries(model_type, family, config, head_size),
+        "activation": activation,
+        "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
+        "attention_scale": float(config["query_pre_attn_scalar" if is_gemma else "head_dim"]) ** -0.5
+        if is_gemma
+        else head_size**-0.5,
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "embedding_scale": hidden_size**0.5 if is_gemma else None,
+        "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
+        "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
+    }
+    return DecoderSpec(**(values | dict(family.traits)))
+
+
+def _layers(
+    model_type: str, family: _Family, config: Mapping[str, Any], num_layers: int
+) -> tuple[LayerSpec, ...]:
+    window = config.get("sliding_window")
+    if family.sliding == "none" or (config.get("use_sliding_window") is False):
+        window = None
+    is_sliding = [family.sliding == "all"] * num_layers
+    if family.sliding == "by-layer-type":
+        is_sliding = [kind == "sliding_attention" for kind in _layer_types(model_type, config, num_layers)]
+    has_rotary = [True] * num_layers
+    if model_type == "smollm3":
+        interval = int(config.get("no_rope_layer_interval") or 4)
+        given = config.get("no_rope_layers")
+        has_rotary = [bool(flag) for flag in given] if given else [(i + 1) % interval != 0 for i in range(num_layers)]
+    return tuple(
+        LayerSpec(
+            window=int(window) if window and is_sliding[i] else None,
+            rotary=None if not has_rotary[i] else "local" if model_type == "gemma3_text" and is_sliding[i] else "global",
+        )
+        for i in range(num_layers)
+    )
+
+
+def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) -> list[str]:
+    if given := config.get("layer_types"):
+        if len(given) < num_layers:
+            raise ValueError(f"{len(given)} layer_types for {num_layers} layers")
+        return list(given)
+    if model_type == "gemma3_text":
+        pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+        sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
+    elif model_type == "gemma2":
+        sliding = [i % 2 == 0 for i in range(num_layers)]
+    elif model_type == "smollm3":
+        sliding = [False] * num_layers
+    else:
+        first = int(config.get("max_window_layers") or 0)
+        sliding = [i >= first for i in range(num_layers)]
+    return ["sliding_attention" if flag else "full_attention" for flag in sliding]
+
+
+def _rotaries(
+    model_type: str, family: _Family, config: Mapping[str, Any], head_size: int
+) -> dict[str, RotarySpec]:
+    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, nested by layer type or not."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(config.get("rope_theta") or family.theta)
+    if model_type != "gemma3_text":
+        parameters = parameters.get("full_attention", parameters)
+        return {"global": _rotary(model_type, parameters, theta, config, head_size)}
+    is_nested = "full_attention" in parameters or "sliding_attention" in parameters
+    full = (parameters.get("full_attention") or {}) if is_nested else parameters
+    local = (parameters.get("sliding_attention") or {}) if is_nested else {}
+    local_theta = float(config.get("rope_local_base_freq") or 10_000.0)
+    return {
+        "global": _rotary(model_type, full, theta, config, head_size),
+        "local": _rotary(model_type, local, local_theta, config, head_size),
+    }
+
+
+def _rotary(
+    model_type: str, parameters: Mapping[str, Any], theta: float, config: Mapping[str, Any], head_size: int
+) -> RotarySpec:
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    if model_type == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(
+            f"The rotary scaling {kind!r} has no native form; native ones are {', '.join(ROPE_TYPES)}."
+        )
+    share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    max_context = int(config["max_position_embeddings"])
+    original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    values = {**parameters, "max_context": max_context, "original_context": int(original or max_context)}
+    return RotarySpec(
+        type=kind,
+        theta=float(parameters.get("rope_theta") or theta),
+        num_dims=int(head_size * share),
+        parameters=values,
+        original_context=values["original_context"] if kind == "longrope" else None,
+    )

@@ -1,0 +1,157 @@
+"""What a chunk costs in bytes, and the largest chunk that a budget allows. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
+
+MB = 1e6
+LOGIT_BYTES = 4  # logits are sampled in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the memory of a decoder depends on."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_parameters: int
+    largest_matrix: int  # elements of the largest matrix of a layer: a product may repack it
+    dtype_bytes: int
+    max_context: int
+    attends_through_scores: bool = False  # softcaps: scores are materialised tile by tile
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiling:
+    """How many query rows and keys an attention call handles at once; its workspace follows from them."""
+
+    query_rows: int
+    key_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Predicts the resident bytes of the whole process while a chunk is computed."""
+
+    shape: ModelShape
+    tiling: AttentionTiling
+    runtime_bytes: int
+    block_size: int
+    num_threads: int = 1
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        num_blocks = -(-num_tokens // self.block_size)
+        return num_blocks * self.block_size * self.shape.kv_bytes_per_token
+
+    def activation_bytes(self, chunk: int, context: int) -> int:
+        """Everything that lives only while `chunk` tokens that end at `context` are computed."""
+        return self._linear_bytes(chunk) + self._attention_bytes(chunk, context) + self._repacking_bytes(chunk)
+
+    def logits_bytes(self, num_rows: int) -> int:
+        """Logits in the model's dtype, in float32, and their softmax."""
+        return num_rows * self.shape.vocab_size * (self.shape.dtype_bytes + 2 * LOGIT_BYTES)
+
+    def peak_bytes(self, *, chunk: int, context: int, resident_tokens: int | None = None, logit_rows: int = 1) -> int:
+        """`resident_tokens`: all tokens whose KV is resident, where more than this sequence's `context`."""
+        kv_tokens = context if resident_tokens is None else max(resident_tokens, context)
+        return (
+            self.runtime_bytes
+            + self.shape.weight_bytes
+            + self.kv_bytes(kv_tokens)
+            + self.activation_bytes(chunk, context)
+            + self.logits_bytes(logit_rows)
+        )
+
+    def largest_chunk(self, *, start: int, budget_bytes: int, upper: int, resident_tokens: int = 0) -> int:
+        """The most tokens after `start` whose peak stays within the budget; 0 if not even one does."""
+
+        def fits(chunk: int) -> bool:
+            context = start + chunk
+            resident = max(resident_tokens + chunk, context)
+            return self.peak_bytes(chunk=chunk, context=context, resident_tokens=resident) <= budget_bytes
+
+        low, high = 0, upper
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
+
+    def kv_capacity(self, *, budget_bytes: int, chunk: int) -> int:
+        """Tokens whose KV fits the budget beside the smallest chunk that must still run; a whole number of blocks."""
+        fixed = self.peak_bytes(chunk=chunk, context=chunk, resident_tokens=0) - self.kv_bytes(chunk)
+        num_tokens = max(0, budget_bytes - fixed) // self.shape.kv_bytes_per_token
+        return num_tokens // self.block_size * self.block_size
+
+    def _linear_bytes(self, chunk: int) -> int:
+        """The widest moment of a layer: residual and normed input beside attention's or the MLP's intermediates."""
+        shape = self.shape
+        heads = shape.num_heads * shape.head_size
+        kv_heads = shape.num_kv_heads * shape.head_size
+        attention = (heads + 2 * kv_heads) + heads + (heads + kv_heads)
+        mlp = 3 * shape.intermediate_size + shape.hidden_size
+        per_token = 2 * shape.hidden_size + max(attention, mlp)
+        norm_in_float32 = 2 * shape.hidden_size * 4
+        return chunk * (per_token * shape.dtype_bytes + norm_in_float32)
+
+    def _attention_bytes(self, chunk: int, context: int) -> int:
+        """Two partial results per query tile in float32; scores only where the kernel does not keep them in tiles."""
+        shape = self.shape
+        rows = min(chunk, self.tiling.query_rows)
+        partial = 3 * rows * shape.num_heads * (shape.head_size * 4 + 8)
+        if shape.attends_through_scores:
+            keys = min(context, self.tiling.key_rows)
+            return partial + rows * shape.num_heads * keys * (2 * 4 + shape.dtype_bytes)
+        return partial
+
+    def _repacking_bytes(self, chunk: int) -> int:
+        return self.shape.largest_matrix * self.shape.dtype_bytes if chunk > 1 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillMemoryEstimate:
+    """Working memory of a prefill, beyond weights and KV."""
+
+    full_prefill_bytes: int
+    chunked_prefill_bytes: int
+    memory_savings_ratio: float
+    num_chunks: int
+
+    def summary(self) -> str:
+        return (
+            f"Full prefill: {self.full_prefill_bytes / MB:.1f} MB, Chunked: {self.chunked_prefill_bytes / MB:.1f} MB "
+            f"({self.memory_savings_ratio:.1%} savings, {self.num_chunks} chunks)"
+        )
+
+
+def peak_memory_estimate(
+    shape: ModelShape, seq_len: int, chunk_size: int, tiling: AttentionTiling | None = None
+) -> PrefillMemoryEstimate:
+    tiling = tiling or AttentionTiling(query_rows=seq_len, key_rows=seq_len)
+    model = MemoryModel(shape=shape, tiling=tiling, runtime_bytes=0, block_size=1)
+
+    def working_bytes(chunk: int) -> int:
+        return model.activation_bytes(chunk, seq_len) + model.logits_bytes(1) if chunk else 0
+
+    full = working_bytes(seq_len)
+    chunked = working_bytes(min(chunk_size or seq_len, seq_len))
+    return PrefillMemoryEstimate(
+        full_prefill_bytes=full,
+        chunked_prefill_bytes=chunked,
+        memory_savings_ratio=1 - chunked / full if full else 0.0,
+        num_chunks=num_chunks(seq_len, ChunkedPrefillConfig(chunk_size=chunk_size)),
+    )

@@ -1,0 +1,88 @@
+"""The plan of one prompt: its chunks, its peak, whether it fits, and every number that had to be changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidSetting
+from penstock.plan.memory import MemoryModel
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPlan:
+    prompt_tokens: int
+    chunk_size: int
+    num_chunks: int
+    runtime_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    peak_bytes: int
+    budget_bytes: int
+    fits: bool
+    adjustments: tuple[str, ...]
+
+
+def plan_prompt(
+    memory: MemoryModel, prompt_tokens: int, config: EngineConfig, budget_bytes: int, max_context: int
+) -> PromptPlan:
+    """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows."""
+    upper = chunk_upper_bound(config, prompt_tokens)
+    sizes: list[int] = []
+    peak, start = 0, 0
+    fits = prompt_tokens <= max_context
+    while start < prompt_tokens:
+        wanted = min(upper, prompt_tokens - start)
+        allowed = memory.largest_chunk(start=start, budget_bytes=budget_bytes, upper=wanted)
+        fits = fits and allowed > 0
+        chunk = allowed or wanted
+        sizes.append(chunk)
+        start += max(1, chunk - (config.overlap if start + chunk < prompt_tokens else 0))
+        peak = max(peak, memory.peak_bytes(chunk=chunk, context=min(start + config.overlap, prompt_tokens)))
+    chunk_size = max(sizes, default=0)
+    adjustments = _adjustments(config, sizes, prompt_tokens, max_context, budget_bytes)
+    return PromptPlan(
+        prompt_tokens=prompt_tokens,
+        chunk_size=chunk_size,
+        num_chunks=len(sizes),
+        runtime_bytes=memory.runtime_bytes,
+        weight_bytes=memory.shape.weight_bytes,
+        kv_bytes=memory.kv_bytes(prompt_tokens),
+        state_bytes=0,
+        activation_bytes=memory.activation_bytes(chunk_size, prompt_tokens) if chunk_size else 0,
+        logits_bytes=memory.logits_bytes(1),
+        peak_bytes=peak,
+        budget_bytes=budget_bytes,
+        fits=fits,
+        adjustments=tuple(adjustments),
+    )
+
+
+def chunk_upper_bound(config: EngineConfig, prompt_tokens: int) -> int:
+    if config.chunk_size == 0:
+        return max(1, prompt_tokens)
+    return config.chunk_size or config.max_chunk_size
+
+
+def _adjustments(
+    config: EngineConfig, sizes: list[int], prompt_tokens: int, max_context: int, budget_bytes: int
+) -> list[str]:
+    found: list[str] = []
+    asked = config.chunk_size
+    shrunk = bool(sizes) and asked is not None and max(sizes) < min(asked or prompt_tokens, prompt_tokens)
+    if not shrunk and asked and len(sizes) > 1:
+        shrunk = min(sizes[:-1]) < asked
+    if shrunk:
+        name = "the whole prompt" if asked == 0 else f"chunk size {asked}"
+        message = f"{name} lowered to {min(sizes[:-1] or sizes)} to {max(sizes)} by the memory budget of {budget_bytes / GIB:.2f} GiB"
+        if config.strict:
+            raise InvalidSetting(f"--strict: {message}. Raise --memory or lower --chunk-size.")
+        found.append(message)
+    if prompt_tokens > max_context:
+        found.append(f"{prompt_tokens} tokens exceed the context of {max_context}")
+    return found

@@ -1,0 +1,112 @@
+"""Tiny random models of every native family, made with transformers: the reference that the decoder is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 199
+
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _rope(kind: str, theta: float = 10_000.0, **values) -> dict:
+    return {"rope_type": kind, "rope_theta": theta, **values}
+
+
+def _config(class_name: str, **values) -> PretrainedConfig:
+    return getattr(transformers, class_name)(**(_BASE | values))
+
+
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=128)
+_LLAMA3 = _rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+)
+_LONGROPE = _rope("longrope", short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[2.0 + i for i in range(8)])
+_GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 13}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}
+
+# What a name stands for: a family, and the trait of it that is tried.
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: _config("LlamaConfig"),
+    "llama-mha-tied-bias": lambda: _config(
+        "LlamaConfig", num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama-mqa-linear": lambda: _config(
+        "LlamaConfig", num_key_value_heads=1, rope_parameters=_rope("linear", factor=2.0)
+    ),
+    "llama-llama3": lambda: _config("LlamaConfig", rope_parameters=_LLAMA3),
+    "llama-yarn": lambda: _config("LlamaConfig", rope_parameters=_YARN),
+    "mistral": lambda: _config("MistralConfig", sliding_window=None, head_dim=24),
+    "mistral-sliding": lambda: _config("MistralConfig", sliding_window=9),
+    "qwen2": lambda: _config("Qwen2Config"),
+    "qwen2-mixed-windows": lambda: _config("Qwen2Config", **_WINDOWS),
+    "qwen3": lambda: _config("Qwen3Config", head_dim=32),
+    "qwen3-yarn-mixed-windows": lambda: _config("Qwen3Config", head_dim=16, rope_parameters=_YARN, **_WINDOWS),
+    "smollm3": lambda: _config("SmolLM3Config"),
+    "phi3": lambda: _config("Phi3Config", sliding_window=31),
+    "phi3-longrope": lambda: _config("Phi3Config", rope_parameters=_LONGROPE, original_max_position_embeddings=96),
+    "phi3-partial-rotary": lambda: _config(
+        "Phi3Config", num_key_value_heads=4, rope_parameters=_rope("default", partial_rotary_factor=0.5)
+    ),
+    "olmo2": lambda: _config("Olmo2Config"),
+    "gemma2": lambda: _config(
+        "Gemma2Config", **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": lambda: _config("Gemma3TextConfig", **_GEMMA, num_hidden_layers=7, final_logit_softcapping=4.0),
+    "gemma3-linear": lambda: _config(
+        "Gemma3TextConfig",
+        **_GEMMA,
+        rope_parameters={
+            "full_attention": _rope("linear", 1_000_000.0, factor=8.0),
+            "sliding_attention": _rope("default"),
+        },
+    ),
+}
+
+
+def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Random weights, large enough that attention is far from uniform and norms are far from one."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3))
+    return model.to(dtype)
+
+
+def save_tiny_model(name: str, folder: Path, **values) -> PreTrainedModel:
+    model = tiny_model(name, **values)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocabulary] of the whole prompt in one call."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def prompt(num_tokens: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (num_tokens,), generator=generator).tolist()
