@@ -1,0 +1,294 @@
+"""Weights: safetensors and GGUF read into existing parameters, a slice at a time, without mapping files."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+from typing import Literal, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.models.files import ModelFiles
+from penstock.models.gguf import GgufFile, HfTensor, hf_tensors, read_gguf
+
+SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
+MAX_HEADER_BYTES = 100 << 20
+FULL_PRECISION = frozenset({"F32", "F64"})
+FLOATS = frozenset({"F16", "BF16", *FULL_PRECISION})
+
+NativeDtype = Literal["float32", "bfloat16"]
+
+
+class WeightSource(Protocol):
+    """Tensors under their Hugging Face names. `quantization` is the type that most values are stored in."""
+
+    names: frozenset[str]
+    quantization: str
+    native_dtype: NativeDtype  # what `--dtype auto` means for this checkpoint
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def copy_into(self, destination: torch.Tensor, name: str) -> None:
+        """Fills `destination`, of any float type and maybe a slice of a larger parameter, with the tensor."""
+        ...
+
+
+def open_weights(files: ModelFiles) -> WeightSource:
+    if files.gguf is not None:
+        return GgufWeights(read_gguf(files.gguf))
+    return SafetensorsWeights(files.weight_files)
+
+
+# --- what both sources share --------------------------------------------------------------------------------
+
+
+def _read_into(path: Path, offset: int, values: torch.Tensor) -> None:
+    """Positioned reads straight into the memory of a contiguous tensor."""
+    if not values.numel():
+        return
+    memory = memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    try:
+        with path.open("rb", buffering=0) as file:
+            done = 0
+            while done < len(memory):
+                count = os.preadv(file.fileno(), [memory[done:]], offset + done)
+                if count == 0:
+                    raise InvalidModelFile(
+                        f"{path} ends at byte {offset + done}, before {offset + len(memory)}; download it again."
+                    )
+                done += count
+    except OSError as error:
+        raise InvalidModelFile(f"{path} cannot be read: {error.strerror}; check its permissions.") from error
+
+
+def _check_destination(destination: torch.Tensor, shape: tuple[int, ...], name: str, path: Path) -> None:
+    if tuple(destination.shape) != shape:
+        raise InvalidModelFile(
+            f"{path}: tensor {name!r} has shape {shape}, the model's config asks for "
+            f"{tuple(destination.shape)}; take config and weights from the same model."
+        )
+    assert destination.is_floating_point(), destination.dtype
+
+
+def _slices(
+    destination: torch.Tensor, start: int, item_bytes: int, multiple: int
+) -> Iterable[tuple[torch.Tensor, int]]:
+    """Cuts along the first dimension into (part, index of its first value), each of at most SLICE_BYTES.
+
+    A row beyond that is cut within; `multiple` rows of the first dimension stay together.
+    """
+    row_items = prod(destination.shape[1:])
+    num_rows = SLICE_BYTES // max(1, row_items * item_bytes) // multiple * multiple
+    if num_rows == 0 and multiple == 1 and destination.dim() > 1:
+        for index, row in enumerate(destination):
+            yield from _slices(row, start + index * row_items, item_bytes, 1)
+        return
+    for part in destination.split(max(num_rows, multiple)) if destination.dim() else [destination]:
+        yield part, start
+        start += part.numel()
+
+
+def _missing(name: str, where: object) -> InvalidModelFile:
+    return InvalidModelFile(f"{where} has no tensor {name!r}; the file is incomplete or of another architecture.")
+
+
+def _common_type(num_values: Counter[str]) -> str:
+    """The type most values are in; a quantised one, if there is any, speaks for the file."""
+    quantised = Counter({kind: count for kind, count in num_values.items() if kind not in FLOATS})
+    return (quantised or num_values).most_common(1)[0][0] if num_values else "F32"
+
+
+# --- safetensors --------------------------------------------------------------------------------------------
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Types that the format knows and we do not compute with; their sizes still have to add up.
+OTHER_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("U16", "I16"), 2),
+    **dict.fromkeys(("U32", "I32"), 4),
+    **dict.fromkeys(("U64", "I64", "C64"), 8),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredTensor:
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+
+
+class SafetensorsWeights:
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._tensors: dict[str, _StoredTensor] = {}
+        paths = tuple(paths)
+        for path in paths:
+            for name, tensor in read_safetensors_header(path).items():
+                if name in self._tensors:
+                    raise InvalidModelFile(
+                        f"Tensor {name!r} is in both {self._tensors[name].path} and {path}; "
+                        "remove the file that is not of this model."
+                    )
+                self._tensors[name] = tensor
+        num_values: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            num_values[tensor.dtype] += prod(tensor.shape)
+        self.names = frozenset(self._tensors)
+        floats = {kind: count for kind, count in num_values.items() if kind in DTYPES}
+        self.quantization = _common_type(Counter(floats or num_values))
+        self.native_dtype: NativeDtype = "float32" if self.quantization in FULL_PRECISION else "bfloat16"
+        self._where = paths[0].parent if len(paths) > 1 else paths[0]
+
+    def _find(self, name: str) -> _StoredTensor:
+        if name not in self._tensors:
+            raise _missing(name, self._where)
+        return self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    @torch.no_grad()
+    def copy_into(self, destination: torch.Tensor, name: str) -> None:
+        tensor = self._find(name)
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedModel(
+                f"{tensor.path}: tensor {name!r} is stored as {tensor.dtype}; {', '.join(DTYPES)} are read, "
+                "so use a checkpoint in one of those or a GGUF file."
+            )
+        _check_destination(destination, tensor.shape, name, tensor.path)
+        dtype = DTYPES[tensor.dtype]
+        destination = destination.detach()
+        if destination.dtype == dtype and destination.is_contiguous() and destination.device.type == "cpu":
+            _read_into(tensor.path, tensor.offset, destination)
+            return
+        buffer = torch.empty(0, dtype=dtype)
+        for part, start in _slices(destination, 0, dtype.itemsize, 1):
+            if buffer.numel() < part.numel():
+                buffer = torch.empty(part.numel(), dtype=dtype)
+            values = buffer[: part.numel()]
+            _read_into(tensor.path, tensor.offset + start * dtype.itemsize, values)
+            part.copy_(values.view(part.shape))
+
+
+def read_safetensors_header(path: Path) -> dict[str, _StoredTensor]:
+    """Types, shapes and places of a file's tensors, each of them checked against the file's size."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            num_file_bytes = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            num_header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else num_file_bytes
+            limit = min(num_file_bytes - 8, MAX_HEADER_BYTES)
+            if num_header_bytes > limit:
+                raise _bad_header(path, f"its header of {num_header_bytes} bytes exceeds {limit}")
+            header = json.loads(file.read(num_header_bytes))
+    except OSError as error:
+        raise InvalidModelFile(f"{path} cannot be read: {error.strerror}; check its permissions.") from error
+    except (ValueError, RecursionError) as error:
+        raise _bad_header(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _bad_header(path, "its header is not a JSON object")
+    data_start = 8 + num_header_bytes
+    tensors: dict[str, _StoredTensor] = {}
+    extents: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, begin, end = _checked_entry(path, name, entry, num_file_bytes - data_start)
+        extents.append((begin, end, name))
+        tensors[name] = _StoredTensor(path=path, dtype=dtype, shape=shape, offset=data_start + begin)
+    reached = 0
+    for begin, end, name in sorted(extents):
+        if begin < reached:
+            raise _bad_header(path, f"tensor {name!r} overlaps another at byte {data_start + begin}")
+        reached = max(reached, end)
+    return tensors
+
+
+def _bad_header(path: Path, what: str) -> InvalidModelFile:
+    return InvalidModelFile(f"{path} is not a usable safetensors file: {what}; download it again.")
+
+
+def _checked_entry(path: Path, name: str, entry: object, num_data_bytes: int) -> tuple[str, tuple[int, ...], int, int]:
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, place = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(place) or len(place) != 2:
+        raise _bad_header(path, f"tensor {name!r} lacks a dtype, shape or data_offsets")
+    begin, end = place
+    if not begin <= end <= num_data_bytes:
+        raise _bad_header(path, f"tensor {name!r} lies at {begin} to {end} of {num_data_bytes} data bytes")
+    item_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_ITEM_BYTES.get(dtype)
+    if item_bytes is not None and prod(shape) * item_bytes != end - begin:
+        raise _bad_header(path, f"tensor {name!r} of {dtype} {shape} has {end - begin} bytes")
+    return dtype, tuple(shape), begin, end
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+        and len(value) <= 16
+    )
+
+
+# --- GGUF ---------------------------------------------------------------------------------------------------
+
+
+class GgufWeights:
+    def __init__(self, gguf: GgufFile) -> None:
+        self._path = gguf.path
+        self._tensors = hf_tensors(gguf)
+        num_values: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            num_values[tensor.stored.quant_type.name] += prod(tensor.stored.shape)
+        self.names = frozenset(self._tensors)
+        self.quantization = _common_type(num_values)
+        self.native_dtype: NativeDtype = "float32" if self.quantization in FULL_PRECISION else "bfloat16"
+
+    def _find(self, name: str) -> HfTensor:
+        if name not in self._tensors:
+            raise _missing(name, self._path)
+        return self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).stored.shape
+
+    @torch.no_grad()
+    def copy_into(self, destination: torch.Tensor, name: str) -> None:
+        tensor = self._find(name)
+        stored = tensor.stored
+        _check_destination(destination, stored.shape, name, self._path)
+        block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
+        head_rows = stored.shape[0] // tensor.interleaved_heads if tensor.interleaved_heads else 1
+        # A vector is cut between blocks, a matrix between rows, and permuted rows between heads.
+        multiple = head_rows if len(stored.shape) > 1 else lcm(head_rows, block_items)
+        for part, start in _slices(destination.detach(), 0, 4, multiple):
+            raw = torch.empty(part.numel() // block_items * block_bytes, dtype=torch.uint8)
+            _read_into(self._path, stored.offset + start // block_items * block_bytes, raw)
+            values = self._dequantized(raw.numpy(), part.shape[-1], stored.quant_type, name)
+            if tensor.subtract:
+                values = values - np.float32(tensor.subtract)
+            if tensor.interleaved_heads:
+                # Stored as (heads, pairs, 2, ...); rotary halves come first in Hugging Face's order.
+                values = values.reshape(-1, head_rows // 2, 2, prod(part.shape[1:])).swapaxes(1, 2)
+            part.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(part.shape))
+
+    def _dequantized(self, raw: np.ndarray, row_items: int, quant_type: GGMLQuantizationType, name: str) -> np.ndarray:
+        block_items, block_bytes = GGML_QUANT_SIZES[quant_type]
+        rows = raw.reshape(-1, row_items // block_items * block_bytes)
+        try:
+            return dequantize(rows, quant_type)
+        except NotImplementedError:
+            raise UnsupportedModel(
+                f"{self._path}: tensor {name!r} is stored as {quant_type.name}, which cannot be dequantised "
+                "here; use a file in Q4_K, Q8_0 or BF16."
+            ) from None
