@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 199
@@ -34,9 +37,7 @@ def _config(class_name: str, **values) -> PretrainedConfig:
 
 
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=128)
-_LLAMA3 = _rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
-)
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
 _LONGROPE = _rope("longrope", short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[2.0 + i for i in range(8)])
 _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 13}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}
@@ -65,9 +66,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Phi3Config", num_key_value_heads=4, rope_parameters=_rope("default", partial_rotary_factor=0.5)
     ),
     "olmo2": lambda: _config("Olmo2Config"),
-    "gemma2": lambda: _config(
-        "Gemma2Config", **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
-    ),
+    "gemma2": lambda: _config("Gemma2Config", **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": lambda: _config("Gemma3TextConfig", **_GEMMA, num_hidden_layers=7, final_logit_softcapping=4.0),
     "gemma3-linear": lambda: _config(
         "Gemma3TextConfig",
@@ -96,9 +95,18 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def save_tiny_model(name: str, folder: Path, **values) -> PreTrainedModel:
+    """A folder as users have them: config, safetensors, tokenizer."""
     model = tiny_model(name, **values)
     model.save_pretrained(folder)
+    save_tokenizer(folder)
     return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Token i is the word `w<i>`: texts and ids are easily told from each other."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @torch.no_grad()

@@ -1,3 +1,52 @@
 """Penstock reads long prompts into language models in bounded memory, exactly, without stalling anyone else."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig, PrefillPriority
+    from penstock.engine.engine import Engine
+    from penstock.engine.planning import plan
+    from penstock.errors import PenstockError
+    from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, create_prefill_chunks
+    from penstock.plan.memory import MemoryModel, ModelShape, PrefillMemoryEstimate, peak_memory_estimate
+    from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
+    from penstock.schedule.prefill import Prefill, PrefillScheduler, StartDecode, YieldToDecode
+
+# Public names and the rooms they live in; imported when first used, so that `import penstock` stays light.
+_HOME = {
+    "ChunkedPrefillConfig": "plan.chunks",
+    "Engine": "engine.engine",
+    "EngineConfig": "config",
+    "Finished": "request",
+    "MemoryModel": "plan.memory",
+    "ModelShape": "plan.memory",
+    "Output": "request",
+    "PenstockError": "errors",
+    "Prefill": "schedule.prefill",
+    "PrefillChunk": "plan.chunks",
+    "PrefillMemoryEstimate": "plan.memory",
+    "PrefillPriority": "config",
+    "PrefillProgress": "request",
+    "PrefillScheduler": "schedule.prefill",
+    "SamplingParams": "request",
+    "StartDecode": "schedule.prefill",
+    "Token": "request",
+    "YieldToDecode": "schedule.prefill",
+    "create_prefill_chunks": "plan.chunks",
+    "peak_memory_estimate": "plan.memory",
+}
+
+__all__ = [*_HOME, "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plan":
+        return importlib.import_module("penstock.plan")  # a package that can be called
+    if name in _HOME:
+        return getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

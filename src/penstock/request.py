@@ -33,7 +33,9 @@ class SamplingParams:
         _require("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or left out")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
-        _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "above 0, at most 10")
+        _require(
+            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "above 0, at most 10"
+        )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(name, value, -2 <= value <= 2, "-2 to 2")
@@ -185,7 +187,8 @@ class Output:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # read so far, where a stream was cancelled
+    num_computed_tokens: int
     num_cached_tokens: int
     chunks: tuple[ChunkRecord, ...]
     ttft_s: float | None  # None: ended before the first token
@@ -198,7 +201,7 @@ class Output:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return (self.num_prompt_tokens - self.num_cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
+        return (self.num_computed_tokens - self.num_cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:

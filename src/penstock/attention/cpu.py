@@ -180,7 +180,9 @@ def _by_scores(
     num_queries, num_heads, head_size = q_QHD.shape
     num_kv_heads = k_NKD.shape[1]
     group = num_heads // num_kv_heads
-    q_KRD = q_QHD.view(num_queries, num_kv_heads, group, head_size).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
+    q_KRD = (
+        q_QHD.view(num_queries, num_kv_heads, group, head_size).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
+    )
     merged: tuple[torch.Tensor, torch.Tensor] | None = None
     for low in range(0, k_NKD.shape[0], KEY_ROWS):
         high = min(low + KEY_ROWS, k_NKD.shape[0])
@@ -201,9 +203,7 @@ def _by_scores(
     return merged
 
 
-def _mask(
-    start: int, end: int, first: int, last: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
+def _mask(start: int, end: int, first: int, last: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """0 where query (row) sees key (column). The lowest finite number elsewhere: an infinite one would give a row
     that sees nothing a log-sum-exp of 0, and the merge would count it."""
     queries_Q1 = torch.arange(start, end)[:, None]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -35,8 +36,6 @@ def _lazy_pages(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
         num_elements *= size
     pages = mmap.mmap(-1, max(1, num_elements * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without huge pages has nothing to switch off
             pages.madvise(mmap.MADV_NOHUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages has nothing to switch off
     return torch.frombuffer(pages, dtype=dtype, count=num_elements).view(shape)

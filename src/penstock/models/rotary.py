@@ -22,9 +22,7 @@ class Rotary:
         self._tables = {variant: _inverse_frequencies(spec, variant) for variant in variants}
         self._tables = {name: (table.to(device), scale) for name, (table, scale) in self._tables.items()}
 
-    def cos_sin(
-        self, positions_T: torch.Tensor, variant: str, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, positions_T: torch.Tensor, variant: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, 1, R] each, ready to multiply a [T, H, R] half of the heads."""
         frequencies_R, scale = self._tables.get(variant, self._tables["default"])
         angles_TR = positions_T.to(torch.float32)[:, None] * frequencies_R
@@ -56,9 +54,7 @@ def _inverse_frequencies(spec: RotarySpec, variant: str) -> tuple[torch.Tensor, 
     if spec.type == "yarn":
         return _yarn(plain_R, spec)
     if spec.type == "longrope":
-        factors = torch.tensor(
-            parameters["long_factor" if variant == "long" else "short_factor"], dtype=torch.float32
-        )
+        factors = torch.tensor(parameters["long_factor" if variant == "long" else "short_factor"], dtype=torch.float32)
         return 1.0 / (factors * spec.theta**exponents_R), _longrope_scale(parameters)
     return plain_R, 1.0
 

@@ -134,7 +134,9 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     except KeyError as error:
         raise InvalidModelFile(f"config.json of a {model_type} model lacks {error.args[0]!r}.") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise InvalidModelFile(f"config.json of this {model_type} model has a value of the wrong kind: {error}.") from None
+        raise InvalidModelFile(
+            f"config.json of this {model_type} model has a value of the wrong kind: {error}."
+        ) from None
 
 
 def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -> DecoderSpec:
@@ -177,9 +179,7 @@ def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -
     return DecoderSpec(**(values | dict(family.traits)))
 
 
-def _layers(
-    model_type: str, family: _Family, config: Mapping[str, Any], num_layers: int
-) -> tuple[LayerSpec, ...]:
+def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_layers: int) -> tuple[LayerSpec, ...]:
     window = config.get("sliding_window")
     if family.sliding == "none" or (config.get("use_sliding_window") is False):
         window = None
@@ -194,7 +194,11 @@ def _layers(
     return tuple(
         LayerSpec(
             window=int(window) if window and is_sliding[i] else None,
-            rotary=None if not has_rotary[i] else "local" if model_type == "gemma3_text" and is_sliding[i] else "global",
+            rotary=None
+            if not has_rotary[i]
+            else "local"
+            if model_type == "gemma3_text" and is_sliding[i]
+            else "global",
         )
         for i in range(num_layers)
     )
@@ -218,9 +222,7 @@ def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) ->
     return ["sliding_attention" if flag else "full_attention" for flag in sliding]
 
 
-def _rotaries(
-    model_type: str, family: _Family, config: Mapping[str, Any], head_size: int
-) -> dict[str, RotarySpec]:
+def _rotaries(model_type: str, family: _Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:
     """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, nested by layer type or not."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(config.get("rope_theta") or family.theta)

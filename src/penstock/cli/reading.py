@@ -1,0 +1,195 @@
+"""`run` and `chat`: progress on stderr, text on stdout, Ctrl-C that stops within a chunk."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from penstock.cli.report import RunReport
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.loading import load_model
+from penstock.errors import PenstockError
+from penstock.prompt.source import TextPart
+from penstock.request import Finished, Output, PrefillProgress, Token
+
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
+MB = 1e6
+
+
+class Interrupt:
+    """The first Ctrl-C asks to stop at the next chunk; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    @contextmanager
+    def watching(self) -> Iterator[Interrupt]:
+        previous = signal.signal(signal.SIGINT, self._request)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _request(self, number: int, frame: object) -> None:
+        if self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+
+
+class ReadingBar:
+    """Tokens done, tokens/s, ETA, memory now and predicted peak; on stderr."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("reading"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[done]}"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[memory]}"),
+            console=console,
+            expand=True,
+            transient=True,
+        )
+        self._task: Any = None
+
+    def update(self, event: PrefillProgress) -> None:
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("reading", done="", speed="", memory="", total=None)
+        about = "" if event.num_total is not None else "~"
+        self._progress.update(
+            self._task,
+            total=event.num_total_estimate,
+            completed=event.num_computed,
+            done=f"{event.num_computed:,}/{about}{event.num_total_estimate:,} tokens",
+            speed=f"{event.tokens_per_s:,.0f} tok/s, {_duration(event.eta_s)} left",
+            memory=f"{event.memory_bytes / MB:,.0f} MB of {event.predicted_peak_bytes / MB:,.0f}",
+            refresh=True,
+        )
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._progress.stop()
+            self._task = None
+
+
+def run_once(
+    model: str,
+    config: EngineConfig,
+    parts: Sequence[TextPart],
+    *,
+    system: str | None,
+    sampling: dict[str, Any],
+    as_json: bool,
+) -> int:
+    console = Console(stderr=True, highlight=False)
+    with _loaded(model, config, console) as engine:
+        feed = engine.chat_feed(parts, system=system)
+        request_id = engine.submit(feed, **sampling)
+        output = _follow(engine, request_id, console, shows_text=not as_json)
+        adjustments = [*feed.adjustments]
+        plan = engine.plan(max(1, output.num_prompt_tokens))
+        adjustments += plan.adjustments
+        if as_json:
+            print(RunReport.of(model, engine.lane, plan, adjustments, output).to_json())
+        else:
+            for adjustment in adjustments:
+                console.print(f"adjusted: {adjustment}", style="yellow")
+            _summarize(console, output)
+    return EXIT_INTERRUPTED if output.finish_reason == "abort" else EXIT_OK
+
+
+def run_chat(
+    model: str, config: EngineConfig, parts: Sequence[TextPart], *, system: str | None, sampling: dict[str, Any]
+) -> int:
+    console = Console(stderr=True, highlight=False)
+    document = "\n\n".join("".join(part.pieces()) for part in parts)
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    with _loaded(model, config, console) as engine:
+        console.print(f"{model} on {engine.lane.id}. An empty line or Ctrl-D ends the chat.", style="dim")
+        while text := _ask(console):
+            content = f"{document}\n\n{text}" if document else text
+            messages.append({"role": "user", "content": content})
+            try:
+                request_id = engine.submit(messages, **sampling)
+            except PenstockError as error:
+                console.print(f"penstock: {error}", style="red")
+                messages.pop()
+                continue
+            document = ""
+            output = _follow(engine, request_id, console, shows_text=True)
+            _summarize(console, output)
+            messages.append({"role": "assistant", "content": output.text})
+    return EXIT_OK
+
+
+@contextmanager
+def _loaded(model: str, config: EngineConfig, console: Console) -> Iterator[Engine]:
+    with console.status(f"loading {model}"):
+        engine = Engine(load_model(model, config), config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _follow(engine: Engine, request_id: int, console: Console, *, shows_text: bool) -> Output:
+    """Shows the request until it ends or is interrupted; its output either way."""
+    bar = ReadingBar(console)
+    output: Output | None = None
+    with Interrupt().watching() as interrupt:
+        try:
+            for event in engine.events(request_id):
+                if isinstance(event, PrefillProgress):
+                    bar.update(event)
+                elif isinstance(event, Token):
+                    bar.close()
+                    if shows_text and event.text:
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
+                elif isinstance(event, Finished):
+                    output = event.output
+                if interrupt.is_requested:
+                    engine.abort(request_id)
+        finally:
+            bar.close()
+    assert output is not None
+    if shows_text:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return output
+
+
+def _summarize(console: Console, output: Output) -> None:
+    if output.finish_reason == "abort":
+        where = f"{output.num_computed_tokens:,} prompt tokens read, {len(output.token_ids)} written"
+        console.print(f"Stopped: {where}.", style="yellow")
+        return
+    cached = f" ({output.num_cached_tokens:,} of them cached)" if output.num_cached_tokens else ""
+    console.print(
+        f"read {output.num_prompt_tokens:,} tokens{cached} in {len(output.chunks)} chunks, "
+        f"{output.prefill_s:.1f} s, {output.prefill_tokens_per_s:,.0f} tok/s; "
+        f"wrote {len(output.token_ids)}, {output.decode_tokens_per_s:,.1f} tok/s; "
+        f"peak {output.peak_bytes / MB:,.0f} MB (predicted {output.predicted_peak_bytes / MB:,.0f})",
+        style="dim",
+    )
+
+
+def _ask(console: Console) -> str:
+    try:
+        return console.input("[bold]> [/bold]").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,68 @@
+"""A prompt that is still being read: tokens come as the steps need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+class ByteMeter:
+    """Passes text pieces through and counts their bytes, so that the length of a stream can be estimated."""
+
+    def __init__(self, pieces: Iterable[str], num_bytes_total: int | None) -> None:
+        self.num_bytes_read = 0
+        self.num_bytes_total = num_bytes_total
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            self.num_bytes_read += len(piece.encode("utf-8", errors="surrogatepass"))
+            yield piece
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenFeed:
+    """The tokens of one prompt, in order. Reads ahead by no more than is asked for and one encoded piece."""
+
+    batches: Iterator[list[int]]
+    meter: ByteMeter | None = None
+    num_total: int | None = None  # None: not known before the end
+    adjustments: tuple[str, ...] = ()
+    num_given: int = 0
+    _pending: list[int] = field(default_factory=list)
+    _is_exhausted: bool = False
+
+    def take(self, num_tokens: int) -> tuple[list[int], bool]:
+        """Up to `num_tokens` tokens, and whether they were the last."""
+        while len(self._pending) <= num_tokens and not self._is_exhausted:
+            batch = next(self.batches, None)
+            if batch is None:
+                self._is_exhausted = True
+            else:
+                self._pending += batch
+        taken, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        self.num_given += len(taken)
+        is_last = self._is_exhausted and not self._pending
+        if is_last:
+            self.num_total = self.num_given
+        return taken, is_last
+
+    @property
+    def num_total_estimate(self) -> int:
+        """From the share of bytes that the tokens so far came from."""
+        if self.num_total is not None:
+            return self.num_total
+        num_encoded = self.num_given + len(self._pending)
+        meter = self.meter
+        if meter is None or not meter.num_bytes_total or not meter.num_bytes_read:
+            return num_encoded
+        return max(num_encoded, round(num_encoded * meter.num_bytes_total / meter.num_bytes_read))
+
+
+def count_tokens(batches: Iterable[list[int]], *, refuse_past: Callable[[int], None]) -> int:
+    """Reads to the end keeping nothing; `refuse_past` is called with the running count and may raise."""
+    count = 0
+    for batch in batches:
+        count += len(batch)
+        refuse_past(count)
+    return count

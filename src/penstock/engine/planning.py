@@ -1,0 +1,97 @@
+"""What a model will cost, from its config alone: no torch, no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import config as defaults
+from penstock.config import EngineConfig, load_config
+from penstock.errors import InvalidSetting, MemoryTooSmall
+from penstock.lanes.lane import LaneFacts, native_shape, pick_lane
+from penstock.models.files import ModelFiles, resolve
+from penstock.plan.machine import default_memory_budget, has_fast_bfloat16, num_physical_cores
+from penstock.plan.memory import AttentionTiling, MemoryModel
+from penstock.plan.prompt_plan import PromptPlan, plan_prompt
+
+GIB = 2**30
+CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """A prompt's plan with the names of what it was made for."""
+
+    model: str
+    lane: LaneFacts
+    dtype: str
+    prompt: PromptPlan
+    peak_by_chunk_size: Mapping[int, int]
+
+
+def choose_dtype(asked: str, model_config: Mapping[str, Any], *, is_quantized: bool) -> str:
+    """The checkpoint's own, but float32 where this processor has no fast bfloat16."""
+    if asked != "auto":
+        return asked
+    stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
+    if stored == "float32" and not is_quantized:
+        return "float32"
+    return "bfloat16" if has_fast_bfloat16() else "float32"
+
+
+def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[str]]:
+    """The context that holds, and what to say when it goes past what the model was trained for."""
+    if config.context is None:
+        return model_context, []
+    if config.context <= model_context:
+        return config.context, []
+    message = f"context {config.context} is past the {model_context} that the model was trained for"
+    if config.strict:
+        raise InvalidSetting(f"--strict: {message}. Lower --context.")
+    return config.context, [f"{message}; answers may be poor"]
+
+
+def memory_model(files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int) -> MemoryModel:
+    return MemoryModel(
+        shape=native_shape(files.config, dtype),
+        tiling=CPU_TILING,
+        runtime_bytes=runtime_bytes,
+        block_size=config.block_size,
+        num_threads=config.threads or num_physical_cores(),
+    )
+
+
+def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int) -> int:
+    """Tokens whose KV the budget holds; refuses a budget that not even the smallest chunk fits."""
+    capacity = memory.kv_capacity(budget_bytes=budget_bytes, chunk=config.min_chunk_size)
+    if capacity < config.min_chunk_size:
+        least = memory.peak_bytes(chunk=config.min_chunk_size, context=config.min_chunk_size)
+        raise MemoryTooSmall(
+            f"The memory budget is {budget_bytes / GIB:.2f} GiB; this model needs at least {least / GIB:.2f} GiB "
+            f"({memory.shape.weight_bytes / GIB:.2f} of it weights). Raise --memory or take a smaller model."
+        )
+    return capacity
+
+
+def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPlan:
+    if prompt_tokens < 1:
+        raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
+    files = resolve(model)
+    lane = pick_lane(files.config, config.lane)
+    dtype = choose_dtype(config.dtype, files.config, is_quantized=files.gguf is not None)
+    memory = memory_model(files, config, dtype, defaults.RUNTIME_BYTES_ESTIMATE)
+    budget = config.memory or default_memory_budget()
+    max_context, warnings = context_limit(config, memory.shape.max_context)
+    require_room(memory, config, budget)
+    prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context)
+    prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
+    sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
+    peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}
+    return ModelPlan(model=model, lane=lane, dtype=dtype, prompt=prompt, peak_by_chunk_size=peaks)
+
+
+def plan(model: str = defaults.DEFAULT_MODEL, *, prompt_tokens: int, **settings: Any) -> ModelPlan:
+    """The public entry: `penstock.plan("smollm2", prompt_tokens=100_000, memory="4GiB")`."""
+    return plan_model(model, prompt_tokens, load_config(settings))

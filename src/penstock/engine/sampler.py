@@ -1,0 +1,77 @@
+"""Chooses tokens from logits, and says how likely they were."""
+
+# V vocabulary
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from penstock.request import SamplingParams, TokenLogprob
+
+
+class Sampler:
+    """The sampling of one request: its random generator and the counts that penalties need."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._generator: torch.Generator | None = None
+        if params.temperature > 0:
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            self._generator = torch.Generator().manual_seed(seed)
+
+    def sample(
+        self, logits_V: torch.Tensor, prompt: Sequence[int], generated: Sequence[int]
+    ) -> tuple[int, TokenLogprob | None]:
+        token = self._choose(self._penalized(logits_V, prompt, generated))
+        if self.params.logprobs is None:
+            return token, None
+        return token, token_logprob(logits_V, token, self.params.logprobs)
+
+    def _penalized(self, logits_V: torch.Tensor, prompt: Sequence[int], generated: Sequence[int]) -> torch.Tensor:
+        """Repetition counts prompt and answer; frequency and presence count the answer alone."""
+        params = self.params
+        if params.repetition_penalty == 1 and params.frequency_penalty == 0 and params.presence_penalty == 0:
+            return logits_V
+        logits_V = logits_V.clone()
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*prompt, *generated}))
+            values = logits_V[seen]
+            penalty = params.repetition_penalty
+            logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if generated and (params.frequency_penalty or params.presence_penalty):
+            counts = Counter(generated)
+            tokens = torch.tensor(list(counts))
+            amounts = torch.tensor(list(counts.values()), dtype=torch.float32)
+            logits_V[tokens] -= params.frequency_penalty * amounts + params.presence_penalty
+        return logits_V
+
+    def _choose(self, logits_V: torch.Tensor) -> int:
+        params = self.params
+        if self._generator is None:
+            return int(logits_V.argmax())
+        probabilities, tokens = torch.softmax(logits_V / params.temperature, -1).sort(descending=True, stable=True)
+        if params.top_k is not None:
+            probabilities = probabilities[: params.top_k]
+        if params.min_p > 0:
+            probabilities = probabilities[probabilities >= params.min_p * probabilities[0]]
+        if params.top_p < 1:
+            # Kept: the tokens before which less than top_p has been gathered. The first always is.
+            shares = probabilities / probabilities.sum()
+            probabilities = probabilities[shares.cumsum(-1) - shares < params.top_p]
+        index = torch.multinomial(probabilities, 1, generator=self._generator)
+        return int(tokens[index])
+
+
+def token_logprob(logits_V: torch.Tensor, token: int, num_alternatives: int) -> TokenLogprob:
+    """Of the model's own distribution, before penalties and temperature."""
+    log_total = logits_V.logsumexp(-1)
+    values, tokens = logits_V.topk(min(num_alternatives, logits_V.numel()))
+    return TokenLogprob(
+        token_id=token,
+        logprob=float(logits_V[token] - log_total),
+        alternatives=tuple(zip(tokens.tolist(), (values - log_total).tolist(), strict=True)),
+    )

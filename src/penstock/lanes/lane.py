@@ -1,0 +1,89 @@
+"""The lanes: what each can run, the table that picks one, and the facts that traces and JSON carry. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.errors import UnknownLane, UnsupportedModel
+from penstock.models.spec import DecoderSpec, decoder_spec, is_supported
+from penstock.plan.memory import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.attention.backend import ForwardInputs
+
+NATIVE_TEXT = "optimized-native-text"
+LANE_IDS = (NATIVE_TEXT,)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneFacts:
+    """`boundary` and `mask_mode` are empty while no chunking is active."""
+
+    id: str
+    eligible: bool
+    applied: bool
+    reason: str
+    boundary: str = ""
+    mask_mode: str = ""
+
+    def after_reading(self, num_chunks: int) -> LaneFacts:
+        """The facts of a prompt that was read in that many chunks."""
+        if num_chunks > 1:
+            return replace(self, applied=True, boundary="any token", mask_mode="offset-causal")
+        reason = "the prompt was read in one chunk" if num_chunks else "the prompt was not read"
+        return replace(self, applied=False, reason=reason)
+
+
+class Lane(Protocol):
+    facts: LaneFacts
+    shape: ModelShape
+
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Float32 logits of `inputs.logit_rows`."""
+        ...
+
+
+def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
+    """The lane for a model, from its own config, and why."""
+    if requested is not None and requested not in LANE_IDS:
+        raise UnknownLane(f"Lane {requested!r} does not exist; lanes are {', '.join(LANE_IDS)}.")
+    model_type = config.get("model_type")
+    if not is_supported(config):
+        architectures = ", ".join(config.get("architectures") or []) or "unnamed"
+        raise UnsupportedModel(
+            f"The architecture {model_type!r} ({architectures}) is not supported by any lane; {decoder_families()}."
+        )
+    return LaneFacts(id=NATIVE_TEXT, eligible=True, applied=False, reason=f"{model_type} has a native decoder")
+
+
+def decoder_families() -> str:
+    from penstock.models.spec import FAMILIES
+
+    return f"supported are {', '.join(sorted(FAMILIES))}"
+
+
+def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
+    spec = decoder_spec(config)
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+        num_parameters=spec.num_parameters,
+        largest_matrix=_largest_matrix(spec),
+        dtype_bytes=DTYPE_BYTES[dtype],
+        max_context=spec.max_context,
+        attends_through_scores=spec.attention_softcap is not None,
+    )
+
+
+def _largest_matrix(spec: DecoderSpec) -> int:
+    return spec.hidden_size * max(2 * spec.intermediate_size, spec.qkv_rows)

@@ -1,0 +1,23 @@
+"""The lane `optimized-native-text`: our decoder over our pages."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.lanes.lane import LaneFacts
+from penstock.models.decoder import Decoder
+from penstock.plan.memory import ModelShape
+
+
+class NativeTextLane:
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, *, shape: ModelShape, facts: LaneFacts) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.shape = shape
+        self.facts = facts
+
+    @torch.inference_mode()
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        hidden_TM = self.decoder.forward(inputs, self.attention)
+        return self.decoder.logits(hidden_TM[inputs.logit_rows])

@@ -1,0 +1,103 @@
+"""What the machine offers: memory that is free, cores, processor features. Linux files first, portable calls else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+from penstock.config import FREE_MEMORY_MARGIN
+
+KIB = 1024
+
+
+def resident_bytes() -> int:
+    """What this process holds now."""
+    return _status_bytes("VmRSS") or _peak_from_rusage()
+
+
+def peak_resident_bytes() -> int:
+    """The most this process ever held."""
+    return _status_bytes("VmHWM") or _peak_from_rusage()
+
+
+def default_memory_budget() -> int:
+    """What this process may hold when no budget was given: its own bytes and the free ones, less a margin."""
+    return int(resident_bytes() + available_bytes() * (1 - FREE_MEMORY_MARGIN))
+
+
+def available_bytes() -> int:
+    """Free memory of the machine, or of the control group where that is less."""
+    candidates = [_machine_available(), _cgroup_available()]
+    return min(value for value in candidates if value is not None)
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    for line in _lines(Path("/proc/cpuinfo")):
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset()
+
+
+def has_fast_bfloat16() -> bool:
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def num_physical_cores() -> int:
+    """Cores this process may use, counting the threads of one core once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = {
+        _first_line(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", str(cpu)) for cpu in allowed
+    }
+    return max(1, min(len(siblings), _cgroup_cpus() or len(siblings)))
+
+
+def _machine_available() -> int:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * KIB
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _cgroup_available() -> int | None:
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _first_line(limit_file, ""), _first_line(usage_file, "")
+        if limit.isdigit() and usage.isdigit():
+            return max(0, int(limit) - int(usage))
+    return None
+
+
+def _cgroup_cpus() -> int | None:
+    quota, _, period = _first_line("/sys/fs/cgroup/cpu.max", "max 1").partition(" ")
+    return max(1, int(quota) // int(period)) if quota.isdigit() and period.isdigit() else None
+
+
+def _status_bytes(name: str) -> int:
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * KIB
+    return 0
+
+
+def _peak_from_rusage() -> int:
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * KIB
+
+
+def _first_line(path: str, default: str) -> str:
+    return next(iter(_lines(Path(path))), default).strip()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

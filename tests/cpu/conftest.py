@@ -1,0 +1,58 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+from transformers import PreTrainedModel
+
+from penstock.engine.engine import Engine
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """Name of a tiny model -> (its folder, the transformers model), made once."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(name: str) -> tuple[Path, PreTrainedModel]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = (folder, save_tiny_model(name, folder))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def load(tiny) -> Iterator[Callable[..., Engine]]:
+    """Loads a tiny model into an engine; closes it, which checks the block pool, at the end."""
+    engines: list[Engine] = []
+
+    def make(name: str = "llama", **settings) -> Engine:
+        engines.append(Engine.load(str(tiny(name)[0]), **{"dtype": "float32", "memory": "4GiB"} | settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class LogitRecorder:
+    """Keeps the logits that the lane gives, in the order in which it gives them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[torch.Tensor] = []
+        self._lane = engine.model.lane
+        self.facts = self._lane.facts
+        self.shape = self._lane.shape
+        engine._runner.lane = self
+
+    def run(self, inputs):
+        logits = self._lane.run(inputs)
+        if len(logits):
+            self.steps.append(logits.clone())
+        return logits
+
+    @property
+    def all(self) -> torch.Tensor:
+        return torch.cat(self.steps)

@@ -1,0 +1,130 @@
+"""Attention over pages against plain attention over a whole sequence, for every way a sequence can lie in pages."""
+
+import itertools
+
+import pytest
+import torch
+
+from penstock.attention.backend import AttentionRule, ForwardInputs
+from penstock.attention.cpu import QUERY_ROWS, CpuAttention, contiguous_runs, segments
+from penstock.cache.storage import KvStorage
+
+BLOCK = 16
+
+
+def dense(q, k, v, first, rule):
+    """[T, H, D] of queries at positions first... over all keys, with the whole score matrix in view."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * rule.scale
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    positions, keys = torch.arange(first, first + len(q))[:, None], torch.arange(len(k))
+    seen = keys <= positions
+    if rule.window:
+        seen &= keys > positions - rule.window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, v).float()
+
+
+def block_table(num_blocks, layout, first_free):
+    if layout == "one run":
+        return list(range(first_free, first_free + num_blocks))
+    if layout == "scattered":
+        return [first_free + 2 * i for i in range(num_blocks)]
+    return [first_free + (i ^ 3) for i in range(num_blocks)]  # short runs, out of order
+
+
+def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32):
+    """Runs (start, end) chunks of several sequences as one step; returns what was attended and what should be."""
+    generator = torch.Generator().manual_seed(3)
+    blocks_of = [-(-end // BLOCK) for _, end in chunks]
+    storage = KvStorage(
+        num_layers=1,
+        num_slots=BLOCK * (4 * sum(blocks_of) + 16),
+        num_kv_heads=kv_heads,
+        head_size=size,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    tables, expected, queries, starts, free = [], [], [], [0], 0
+    for (start, end), num_blocks in zip(chunks, blocks_of, strict=True):
+        tables.append(block_table(num_blocks, layout, free))
+        free = max(tables[-1]) + 4
+        q = torch.randn(end - start, heads, size, generator=generator).to(dtype)
+        k, v = (torch.randn(end, kv_heads, size, generator=generator).to(dtype) for _ in range(2))
+        slots = [tables[-1][p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
+        storage.keys[0][slots], storage.values[0][slots] = k, v
+        expected.append(dense(q, k, v, start, rule))
+        queries.append(q)
+        starts.append(starts[-1] + len(q))
+    attention = CpuAttention(storage, BLOCK)
+    attention.begin_step(
+        ForwardInputs(
+            ids_T=torch.zeros(starts[-1], dtype=torch.long),
+            positions_T=torch.cat([torch.arange(start, end) for start, end in chunks]),
+            query_starts=tuple(starts),
+            context_lens=tuple(end for _, end in chunks),
+            block_table=tuple(map(tuple, tables)),
+            rotary_variants=("default",) * len(chunks),
+            sequence_ids=tuple(range(len(chunks))),
+            logit_rows=torch.zeros(0, dtype=torch.long),
+        )
+    )
+    return attention.attend(0, torch.cat(queries), rule).float(), torch.cat(expected)
+
+
+RULES = {
+    "causal": AttentionRule(scale=0.3),
+    "window 5": AttentionRule(scale=0.3, window=5),
+    "window 40": AttentionRule(scale=0.3, window=40),
+    "window 700": AttentionRule(scale=0.3, window=700),
+    "softcap": AttentionRule(scale=0.3, softcap=2.0),
+    "softcap, window 33": AttentionRule(scale=0.3, softcap=2.0, window=33),
+}
+
+
+@pytest.mark.parametrize("layout", ["one run", "scattered", "short runs"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_paged_attention_equals_plain_attention(rule, layout):
+    chunks = [(0, 1), (0, 37), (99, 100), (64, 128), (70, 75), (300, 361)]
+    attended, expected = paged(chunks, rule, layout)
+    assert (attended - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_chunks_of_several_query_tiles(rule):
+    attended, expected = paged([(100, 100 + 2 * QUERY_ROWS + 77)], rule, "one run")
+    assert (attended - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(1, 1, 8), (9, 3, 64), (8, 1, 80), (6, 6, 24), (4, 2, 256)])
+def test_head_shapes(heads, kv_heads, size):
+    attended, expected = paged([(0, 50), (33, 34), (20, 41)], RULES["causal"], "short runs", heads, kv_heads, size)
+    assert (attended - expected).abs().max() < 2e-5
+
+
+def test_bfloat16_stays_close():
+    attended, expected = paged([(0, 200), (300, 301), (100, 230)], RULES["window 40"], "one run", dtype=torch.bfloat16)
+    assert (attended - expected).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "window"), list(itertools.product((0, 1, 5, 30), (1, 2, 9, 33), (None, 1, 2, 4, 8, 16, 64)))
+)
+def test_segments_hold_every_visible_key_once_and_unmasked_ones_are_visible_to_all(start, end, window):
+    end += start
+    found = list(segments(start, end, window))
+    covered = [key for segment in found for key in range(segment.start, segment.end)]
+    assert covered == sorted(set(covered))
+    for query in range(start, end):
+        visible = set(range(0 if window is None else max(0, query - window + 1), query + 1))
+        assert visible <= set(covered)
+        for segment in found:
+            if not segment.is_masked:
+                assert set(range(segment.start, segment.end)) <= visible
+
+
+def test_neighbouring_blocks_join_into_one_run():
+    runs = contiguous_runs((4, 5, 6, 9, 10, 2), BLOCK, 6 * BLOCK - 3)
+    assert [(run.start, run.end, run.slot) for run in runs] == [(0, 48, 64), (48, 80, 144), (80, 93, 32)]
