@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 run: setup
-	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard docs/*/*.md))) -p "$(QUESTION)" --max-tokens 120
+	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120
 
 test: setup
 	$(BIN)/python -m pytest -m "not evidence"
@@ -29,7 +29,7 @@ check: setup
 	scripts/check
 
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 evidence: setup
 	$(BIN)/python -m pytest -m evidence

@@ -112,10 +112,16 @@ class Chunk:
     start: int
     end: int
     wants_logits: bool
+    num_cached: int = 0  # tokens of the sequence that came from the prefix cache
+    num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.num_prompt_tokens is None or self.start < self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,9 @@ def load(tiny) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(name: str = "llama", **settings) -> Engine:
-        engines.append(Engine.load(str(tiny(name)[0]), **{"dtype": "float32", "memory": "4GiB"} | settings))
+        engines.append(
+            Engine.load(str(tiny(name)[0]), **{"dtype": "float32", "memory": "4GiB", "threads": 1} | settings)
+        )
         return engines[-1]
 
     yield make

@@ -23,7 +23,8 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_
 from penstock.errors import InvalidModelFile, PenstockError, UnsupportedModel
 from penstock.models import weights
 from penstock.models.files import resolve
-from penstock.models.gguf import hf_config, read_gguf
+from penstock.models.gguf import read_gguf
+from penstock.models.gguf_translation import hf_config
 from penstock.models.weights import GgufWeights, SafetensorsWeights, open_weights
 
 SIZES: dict[str, Any] = {

@@ -1,9 +1,8 @@
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import pytest
 
 from penstock.config import PrefillPriority
 from penstock.errors import InvalidSetting

@@ -19,7 +19,8 @@ import pytest
 from penstock.errors import InvalidModelFile, ModelNotFound, PenstockError, UnsupportedModel
 from penstock.models import files
 from penstock.models.files import resolve
-from penstock.models.gguf import hf_config, hf_tensor_name, hf_tensors, read_gguf
+from penstock.models.gguf import read_gguf
+from penstock.models.gguf_translation import hf_config, hf_tensor_name, hf_tensors
 
 HIDDEN, MLP, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 48, 4, 2, 2, 40
 

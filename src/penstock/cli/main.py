@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="[MODEL]")]
+Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="MODEL")]
 ChunkSize = Annotated[
     str | None, typer.Option(help="Prompt tokens per chunk: a number, auto, or 0 to read prompts whole.")
 ]
@@ -34,19 +34,19 @@ Overlap = Annotated[int | None, typer.Option(help="Tokens of the previous chunk 
 Memory = Annotated[str | None, typer.Option(help="Byte budget of the whole process, such as 6GiB.")]
 Context = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; past the model's own: a warning.")]
 LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its id.")]
-Strict = Annotated[bool | None, typer.Option("--strict", help="Refuse instead of adjusting.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
+Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
+Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option()]
-TopP = Annotated[float, typer.Option()]
-MinP = Annotated[float, typer.Option()]
-RepetitionPenalty = Annotated[float, typer.Option()]
-FrequencyPenalty = Annotated[float, typer.Option()]
-PresencePenalty = Annotated[float, typer.Option()]
+TopK = Annotated[int | None, typer.Option(help="Choose among this many most likely tokens.")]
+TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together reach this share.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: what was read or written becomes less likely.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Taken off for each time a token was written.")]
+PresencePenalty = Annotated[float, typer.Option(help="Taken off once a token was written.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
 Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities with this many alternatives, in --json.")]
@@ -96,6 +96,8 @@ def run(
     """Read files and a question, and write the answer. Files come first, then the text, in one message."""
     config = _config(context_of_call)
     sampling = _sampling(context_of_call)
+    if logprobs is not None and not json:
+        raise InvalidSetting("--logprobs are shown in the JSON document only. Add --json.")
     parts = _text_parts(files or [], prompt)
     from penstock.cli.reading import run_once
 
@@ -130,6 +132,8 @@ def chat(
     """Talk with a model. What was read before is not read again."""
     config = _config(context_of_call)
     sampling = _sampling(context_of_call)
+    if files and "-" in files:
+        raise InvalidSetting("In a chat standard input is the conversation. Give a file instead of -.")
     parts = _text_parts(files, None) if files else []
     from penstock.cli.reading import run_chat
 
@@ -140,7 +144,7 @@ def chat(
 def plan(
     context_of_call: typer.Context,
     model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 8192,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
     chunk_size: ChunkSize = None,
     overlap: Overlap = None,
     memory: Memory = None,

@@ -41,9 +41,8 @@ def show_plan(plan: ModelPlan, *, as_json: bool) -> None:
     console.print(f"{prompt.num_chunks} chunks of up to {prompt.chunk_size} tokens")
     for adjustment in prompt.adjustments:
         console.print(f"adjusted: {adjustment}", style="yellow")
-    verdict = (
-        Text("fits", "green") if prompt.fits else Text("does not fit: shorten the prompt or raise --memory", "red")
-    )
+    remedy = "raise --context or --memory" if prompt.peak_bytes <= prompt.budget_bytes else "raise --memory"
+    verdict = Text("fits", "green") if prompt.fits else Text(f"does not fit: shorten the prompt or {remedy}", "red")
     console.print(verdict)
 
 

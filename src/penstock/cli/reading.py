@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ class Interrupt:
         self.is_requested = False
 
     @contextmanager
-    def watching(self) -> Iterator[Interrupt]:
+    def watching(self) -> Generator[Interrupt]:
         previous = signal.signal(signal.SIGINT, self._request)
         try:
             yield self
@@ -131,7 +131,7 @@ def run_chat(
 
 
 @contextmanager
-def _loaded(model: str, config: EngineConfig, console: Console) -> Iterator[Engine]:
+def _loaded(model: str, config: EngineConfig, console: Console) -> Generator[Engine]:
     with console.status(f"loading {model}"):
         engine = Engine(load_model(model, config), config)
     try:
@@ -173,8 +173,9 @@ def _summarize(console: Console, output: Output) -> None:
         console.print(f"Stopped: {where}.", style="yellow")
         return
     cached = f" ({output.num_cached_tokens:,} of them cached)" if output.num_cached_tokens else ""
+    chunks = "1 chunk" if len(output.chunks) == 1 else f"{len(output.chunks)} chunks"
     console.print(
-        f"read {output.num_prompt_tokens:,} tokens{cached} in {len(output.chunks)} chunks, "
+        f"read {output.num_prompt_tokens:,} tokens{cached} in {chunks}, "
         f"{output.prefill_s:.1f} s, {output.prefill_tokens_per_s:,.0f} tok/s; "
         f"wrote {len(output.token_ids)}, {output.decode_tokens_per_s:,.1f} tok/s; "
         f"peak {output.peak_bytes / MB:,.0f} MB (predicted {output.predicted_peak_bytes / MB:,.0f})",

@@ -15,7 +15,7 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.config import DEFAULT_MODEL, EngineConfig, load_config
 from penstock.engine.feed import TokenFeed
-from penstock.engine.loading import LoadedModel, load_model
+from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.runner import Runner
 from penstock.engine.sampler import Sampler, token_logprob
@@ -27,6 +27,7 @@ from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.prompt.source import TextPart
 from penstock.prompt.tokens import Detokenizer
 from penstock.request import (
+    Chunk,
     ChunkRecord,
     Finished,
     FinishReason,
@@ -55,8 +56,6 @@ class _Active:
     sampler: Sampler
     detokenizer: Detokenizer
     stop: StopText
-    max_tokens: int
-    events: deque[Event] = field(default_factory=deque)
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -67,6 +66,13 @@ class _Active:
     started_at: float | None = None
     first_token_at: float | None = None
     predicted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    token: int
+    finish: FinishReason | None
+    event: Token
 
 
 class Engine:
@@ -92,12 +98,14 @@ class Engine:
         self.prompts = PromptReader(
             tokenizer=model.tokenizer,
             template=model.chat_template,
-            needs_length=model.spec.depends_on_prompt_length,
+            needs_length=model.spec.depends_on_prompt_length or config.strict,
             refuse_too_long=self.scheduler.refuse_too_long,
             capacity=self.scheduler.capacity,
         )
         self._runner = Runner(model.lane, model.device)
         self._active: dict[int, _Active] = {}
+        self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
+        self._new_events: list[Event] = []
         self._next_id = 0
         self._is_closed = False
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
@@ -110,11 +118,14 @@ class Engine:
 
     def close(self) -> None:
         """Ends what runs and gives the memory back. The engine cannot be used afterwards."""
+        if self._is_closed:
+            return
         for request_id in list(self._active):
             self.abort(request_id)
         self._is_closed = True
         self.scheduler.check()
-        del self.model, self._runner
+        del self.model, self._runner, self.prompts
+        return_freed_memory()
 
     def __enter__(self) -> Engine:
         return self
@@ -144,51 +155,58 @@ class Engine:
 
     def generate_batch(self, prompts: Iterable[Prompt], **sampling: Any) -> list[Output]:
         """Runs the prompts together; each step carries chunks of many."""
-        ids = [self.submit(prompt, **sampling) for prompt in prompts]
+        ids: list[int] = []
         outputs: dict[int, Output] = {}
-        while len(outputs) < len(ids):
-            for event in self.step():
-                if isinstance(event, Finished):
-                    outputs[event.request_id] = event.output
-        for request_id in ids:
-            self._active.pop(request_id, None)
+        try:
+            for prompt in prompts:
+                ids.append(self.submit(prompt, **sampling))  # noqa: PERF401 - a refusal must find the earlier ones
+            while len(outputs) < len(ids):
+                for event in self.step():
+                    if isinstance(event, Finished):
+                        outputs[event.request_id] = event.output
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
         return [outputs[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[Event]:
-        """Progress, tokens and the end of one request. Closing the iterator cancels it."""
-        request_id = self.submit(prompt, **sampling)
-        return self.events(request_id)
+        """Progress, tokens and the end of one request, which begins with the first `next`. Closing cancels it."""
+        yield from self.events(self.submit(prompt, **sampling))
 
     def events(self, request_id: int) -> Iterator[Event]:
-        """The events of a submitted request, running steps as they are needed."""
-        active = self._active[request_id]
+        """What happens to a submitted request from now on, running steps as they are needed. Closing cancels it."""
+        mailbox = self._mailboxes[request_id] = deque()
         try:
             while True:
-                while active.events:
-                    event = active.events.popleft()
+                while mailbox:
+                    event = mailbox.popleft()
                     yield event
                     if isinstance(event, Finished):
                         return
                 self.step()
         finally:
+            del self._mailboxes[request_id]
             self.abort(request_id)
-            self._active.pop(request_id, None)
 
     def submit(self, prompt: Prompt, **sampling: Any) -> int:
         """Queues a request; `step` or `events` brings it forward."""
-        assert not self._is_closed, "the engine is closed"
+        if self._is_closed:
+            raise InvalidSetting("The engine is closed. Load it again.")
         params = _sampling_params(sampling)
         feed = prompt if isinstance(prompt, TokenFeed) else None
-        tokens = () if feed else tuple(self._encode(prompt))  # type: ignore[arg-type]
+        tokens = () if isinstance(prompt, TokenFeed) else tuple(self._encode(prompt))
         if feed is None and not tokens:
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
+        num_tokens = len(tokens) if feed is None else feed.num_total or 0
+        if self.config.strict and num_tokens:
+            self.plan(num_tokens)  # refuses before any work
         request = Request(
             id=self._next_id,
             prompt=tokens,
             sampling=params,
             arrived_at=time.perf_counter(),
             prompt_is_complete=feed is None,
-            rotary=self.model.spec.rotary_variant((feed.num_total or 0) if feed else len(tokens)),
+            rotary=self.model.spec.rotary_variant(num_tokens),
         )
         self.scheduler.submit(request)
         self._next_id += 1
@@ -198,7 +216,6 @@ class Engine:
             sampler=Sampler(params),
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
-            max_tokens=params.max_tokens,
         )
         return request.id
 
@@ -209,36 +226,37 @@ class Engine:
             self._collect_aborted()
 
     def step(self) -> list[Event]:
-        """One step for all requests; returns the events that it caused."""
+        """One step for all requests; returns what happened since the last one."""
         self._feed_prompts()
         plan = self.scheduler.next_step()
         if plan is None:
-            return []
+            assert not self.scheduler.has_work, "requests wait and none can run"
+            return self._take_events()
         started_at = time.perf_counter()
         try:
-            logits = self._runner.run(plan, self.scheduler.sequences)
-            tokens, finished = self._choose_tokens(plan, logits)
-            del logits
+            chosen = self._choose_tokens(plan, self._runner.run(plan, self.scheduler.sequences))
         except BaseException:
             self.scheduler.fail(plan.step)
             raise
         result = StepResult(
             step=plan.step,
-            token_by_sequence=tokens,
-            finished=finished,
+            token_by_sequence={request_id: choice.token for request_id, choice in chosen.items()},
+            finished={request_id: choice.finish for request_id, choice in chosen.items() if choice.finish},
             elapsed_s=time.perf_counter() - started_at,
             peak_bytes=peak_resident_bytes(),
         )
-        events = self._record(plan, result, started_at)
         self.scheduler.apply(result)
+        self._record(plan, result, started_at)
+        for request_id, choice in chosen.items():
+            self._emit(choice.event)
+            if choice.finish:
+                self._finish(request_id, choice.finish)
         self._collect_aborted()
-        for sequence_id, reason in finished.items():
-            events.append(self._finish(sequence_id, reason))
         if self.on_step is not None:
             self.on_step(plan, result)
         if not self.scheduler.has_work:
             self.scheduler.check()
-        return events
+        return self._take_events()
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts, to be streamed: pass it to `stream` or `submit` as the prompt."""
@@ -247,13 +265,15 @@ class Engine:
     def _encode(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
         if isinstance(prompt, str):
             return self.prompts.text_tokens(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.prompts.message_tokens(prompt)  # type: ignore[arg-type]
-        size = self.model.spec.vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < size:
-                raise InvalidPrompt(f"The prompt holds {token!r}; token ids are whole numbers from 0 to {size - 1}.")
-        return list(prompt)  # type: ignore[arg-type]
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if messages and len(messages) == len(prompt):
+            return self.prompts.message_tokens(messages)
+        tokens = [item for item in prompt if isinstance(item, int) and 0 <= item < self.model.spec.vocab_size]
+        if len(tokens) < len(prompt):
+            wrong = next(item for item in prompt if item not in tokens)
+            limit = self.model.spec.vocab_size - 1
+            raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {limit}.")
+        return tokens
 
     def _feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk."""
@@ -269,54 +289,45 @@ class Engine:
             if num_ahead < wanted:
                 try:
                     tokens, is_last = feed.take(wanted - num_ahead)
+                    if is_last and not feed.num_given:
+                        raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
                     self.scheduler.extend_prompt(sequence.id, tokens, is_last=is_last)
                 except BaseException:
                     self.abort(sequence.id)
                     raise
 
-    def _choose_tokens(
-        self, plan: StepPlan, logits: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, int], dict[int, FinishReason]]:
-        tokens: dict[int, int] = {}
-        finished: dict[int, FinishReason] = {}
+    def _choose_tokens(self, plan: StepPlan, logits: Mapping[int, torch.Tensor]) -> dict[int, _Choice]:
+        chosen: dict[int, _Choice] = {}
         for chunk in plan.chunks:
             sequence = self.scheduler.sequences[chunk.sequence_id]
             active = self._active[sequence.id]
             rows = logits[sequence.id]
             if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
                 self._note_prompt_logprobs(active, sequence.tokens, sequence.num_computed, rows)
-            if not chunk.wants_logits or sequence.abort_requested:
-                continue
-            prompt = sequence.tokens[: sequence.num_prompt_tokens]
-            token, logprob = active.sampler.sample(rows[-1], prompt, active.token_ids)
-            tokens[sequence.id] = token
-            if logprob is not None:
-                active.logprobs.append(logprob)
-            if reason := self._finish_reason(active, token, len(sequence.tokens) + 1):
-                finished[sequence.id] = reason
-        return tokens, finished
+            if chunk.wants_logits and not sequence.abort_requested:
+                prompt = sequence.tokens[: sequence.num_prompt_tokens]
+                token, logprob = active.sampler.sample(rows[-1], prompt, active.token_ids)
+                chosen[sequence.id] = self._choice(active, token, logprob, len(sequence.tokens) + 1)
+        return chosen
 
-    def _finish_reason(self, active: _Active, token: int, num_tokens: int) -> FinishReason | None:
-        """Also turns the token into text: a stop string ends the answer in the middle of one."""
-        if token in self.model.eos_ids and not active.request.sampling.ignore_eos:
-            self._show(active, token, active.stop.push(active.detokenizer.flush()) + active.stop.flush())
-            return "stop"
-        shown = active.stop.push(active.detokenizer.push(token))
-        if active.stop.is_stopped:
-            self._show(active, token, shown)
-            return "stop"
-        if len(active.token_ids) + 1 >= active.max_tokens or num_tokens >= self.scheduler.capacity:
-            rest = active.stop.push(active.detokenizer.flush()) + active.stop.flush()
-            self._show(active, token, shown + rest)
-            return "length"
-        self._show(active, token, shown)
-        return None
-
-    def _show(self, active: _Active, token: int, text: str) -> None:
+    def _choice(self, active: _Active, token: int, logprob: TokenLogprob | None, num_tokens: int) -> _Choice:
+        """The token as text, and whether the answer ends with it: a stop string may end it in the middle of one."""
+        sampling = active.request.sampling
+        is_end = token in self.model.eos_ids and not sampling.ignore_eos
+        text = "" if is_end else active.stop.push(active.detokenizer.push(token))
+        finish: FinishReason | None = "stop" if is_end or active.stop.is_stopped else None
+        if finish is None and (
+            len(active.token_ids) + 1 >= sampling.max_tokens or num_tokens >= self.scheduler.capacity
+        ):
+            finish = "length"
+        if finish is not None:
+            text += active.stop.push(active.detokenizer.flush()) + active.stop.flush()
         active.token_ids.append(token)
         active.text.append(text)
-        logprob = active.logprobs[-1] if active.logprobs else None
-        active.events.append(Token(request_id=active.request.id, token_id=token, text=text, logprob=logprob))
+        if logprob is not None:
+            active.logprobs.append(logprob)
+        event = Token(request_id=active.request.id, token_id=token, text=text, logprob=logprob)
+        return _Choice(token=token, finish=finish, event=event)
 
     def _note_prompt_logprobs(self, active: _Active, tokens: list[int], first: int, rows: torch.Tensor) -> None:
         """Row i holds what the model expects after position first + i."""
@@ -326,33 +337,26 @@ class Engine:
             if position < len(tokens):
                 active.prompt_logprobs.append(token_logprob(row, tokens[position], num_alternatives))
 
-    def _record(self, plan: StepPlan, result: StepResult, started_at: float) -> list[Event]:
-        """Times and progress of the step's chunks; read from the plan and the result alone."""
+    def _record(self, plan: StepPlan, result: StepResult, started_at: float) -> None:
+        """Times and progress of the step's chunks, read from the plan and the result."""
         now = started_at + result.elapsed_s
-        events: list[Event] = []
         for chunk in plan.chunks:
-            sequence = self.scheduler.sequences[chunk.sequence_id]
-            active = self._active[sequence.id]
+            active = self._active[chunk.sequence_id]
             active.predicted_bytes = max(active.predicted_bytes, plan.predicted_bytes)
             if active.started_at is None:
                 active.started_at = started_at
-                active.num_cached = sequence.num_cached
-            if sequence.is_prefilling or not active.first_token_at:
+                active.num_cached = chunk.num_cached
+            if active.first_token_at is None:
                 active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=result.elapsed_s * 1e3))
                 active.num_computed = max(active.num_computed, chunk.end)
-                progress = self._progress(active, plan, chunk.start, chunk.end, now)
-                active.events.appendleft(progress) if chunk.wants_logits else active.events.append(progress)
+                self._emit(self._progress(active, chunk, now))
             if chunk.wants_logits and active.first_token_at is None:
                 active.first_token_at = now
-            events += active.events
-        return events
 
-    def _progress(self, active: _Active, plan: StepPlan, start: int, end: int, now: float) -> PrefillProgress:
-        sequence = self.scheduler.sequences[active.request.id]
-        total = sequence.num_prompt_tokens if sequence.prompt_is_complete else None
-        if total is None and active.feed is not None:
-            total = active.feed.num_total
-        estimate = total or (active.feed.num_total_estimate if active.feed else end)
+    def _progress(self, active: _Active, chunk: Chunk, now: float) -> PrefillProgress:
+        feed = active.feed
+        total = chunk.num_prompt_tokens if feed is None else chunk.num_prompt_tokens or feed.num_total
+        estimate = max(total or (feed.num_total_estimate if feed else 0), chunk.end)
         elapsed = now - (active.started_at or now)
         speed = (active.num_computed - active.num_cached) / elapsed if elapsed > 0 else 0.0
         return PrefillProgress(
@@ -360,57 +364,67 @@ class Engine:
             num_computed=active.num_computed,
             num_cached=active.num_cached,
             num_total=total,
-            num_total_estimate=max(estimate, end),
-            chunk_start=start,
-            chunk_end=end,
+            num_total_estimate=estimate,
+            chunk_start=chunk.start,
+            chunk_end=chunk.end,
             elapsed_s=elapsed,
             tokens_per_s=speed,
-            eta_s=max(0, estimate - active.num_computed) / speed if speed > 0 else 0.0,
+            eta_s=(estimate - active.num_computed) / speed if speed > 0 else 0.0,
             memory_bytes=resident_bytes(),
-            predicted_peak_bytes=max(active.predicted_bytes, plan.predicted_bytes),
+            predicted_peak_bytes=active.predicted_bytes,
         )
+
+    def _emit(self, event: Event) -> None:
+        self._new_events.append(event)
+        if event.request_id in self._mailboxes:
+            self._mailboxes[event.request_id].append(event)
+
+    def _take_events(self) -> list[Event]:
+        events, self._new_events = self._new_events, []
+        return events
 
     def _collect_aborted(self) -> None:
         for sequence_id in self.scheduler.take_aborted():
             self._finish(sequence_id, "abort")
 
-    def _finish(self, sequence_id: int, reason: FinishReason) -> Finished:
-        active = self._active[sequence_id]
+    def _finish(self, request_id: int, reason: FinishReason) -> None:
+        active = self._active.pop(request_id)
+        sampling = active.request.sampling
         now = time.perf_counter()
-        started = active.started_at or now
         first = active.first_token_at
-        num_prompt = len(active.request.prompt) if active.feed is None else active.feed.num_given
         output = Output(
-            request_id=sequence_id,
+            request_id=request_id,
             text="".join(active.text),
             token_ids=tuple(active.token_ids),
             finish_reason=reason,
-            num_prompt_tokens=num_prompt,
+            num_prompt_tokens=len(active.request.prompt) if active.feed is None else active.feed.num_given,
             num_computed_tokens=active.num_computed,
             num_cached_tokens=active.num_cached,
             chunks=tuple(active.chunks),
             ttft_s=None if first is None else first - active.request.arrived_at,
-            prefill_s=(first or now) - started,
+            prefill_s=(first or now) - (active.started_at or now),
             decode_s=0.0 if first is None else now - first,
             peak_bytes=peak_resident_bytes(),
             predicted_peak_bytes=active.predicted_bytes,
-            logprobs=tuple(active.logprobs) if active.request.sampling.logprobs is not None else None,
-            prompt_logprobs=tuple(active.prompt_logprobs)
-            if active.request.sampling.prompt_logprobs is not None
-            else None,
+            logprobs=None if sampling.logprobs is None else tuple(active.logprobs),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else tuple(active.prompt_logprobs),
         )
-        event = Finished(request_id=sequence_id, output=output)
-        active.events.append(event)
-        return event
+        self._emit(Finished(request_id=request_id, output=output))
 
     def _chunk_limit(self, start: int, resident_tokens: int, wanted: int) -> int:
-        return self.model.memory.largest_chunk(
+        allowed = self.model.memory.largest_chunk(
             start=start,
             budget_bytes=self.model.budget_bytes,
             upper=wanted,
             resident_tokens=resident_tokens,
             capacity_tokens=self.model.num_blocks * self.config.block_size,
         )
+        if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
+            raise InvalidSetting(
+                f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "
+                "Raise --memory or lower --chunk-size."
+            )
+        return allowed
 
     def _peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
         return self.model.memory.peak_bytes(chunk=chunk, context=context, resident_tokens=resident_tokens)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
 from penstock.cache.storage import KvStorage
 from penstock.config import EngineConfig
-from penstock.engine.planning import CPU_TILING, choose_dtype, context_limit, memory_model, require_room
-from penstock.errors import InvalidSetting
+from penstock.engine.planning import CPU_TILING, choose_dtype, context_limit, memory_model, require_device, require_room
 from penstock.lanes.lane import Lane, pick_lane
 from penstock.lanes.native import NativeTextLane
 from penstock.models.decoder import Decoder
@@ -54,11 +54,12 @@ class LoadedModel:
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     files = resolve(name)
     facts = pick_lane(files.config, config.lane)
-    device = _device(config.device)
+    device = torch.device(require_device(config.device))
     keep_freed_memory()
+    return_freed_memory()  # of an engine before this one
     torch.set_num_threads(config.threads or num_physical_cores())
     spec = decoder_spec(files.config)
-    dtype = choose_dtype(config.dtype, files.config, is_quantized=files.gguf is not None)
+    dtype = choose_dtype(config.dtype, files.config)
     parts = load_tokenizer(files)
     tokenizer = Tokenizer(parts.backend)
     memory = memory_model(files, config, dtype, resident_bytes())
@@ -106,21 +107,21 @@ def load_tokenizer(files: ModelFiles) -> TokenizerParts:
 def keep_freed_memory() -> None:
     """Lets glibc reuse freed activations: returning them to the system after each operation costs far more time
     than the operation itself, and the bytes are needed again in the next layer anyway."""
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt := _libc_function("mallopt"):
         mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
         mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+def return_freed_memory() -> None:
+    if malloc_trim := _libc_function("malloc_trim"):
+        malloc_trim(0)
+
+
+def _libc_function(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def _chat_template(parts: TokenizerParts) -> ChatTemplate | None:
     if parts.chat_template is None:
         return None
     return ChatTemplate(parts.chat_template, special_tokens=parts.special_tokens)
-
-
-def _device(name: str) -> torch.device:
-    if name in ("auto", "cpu"):
-        return torch.device("cpu")
-    raise InvalidSetting(f"Device {name!r} has no attention backend yet; use --device cpu.")

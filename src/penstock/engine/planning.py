@@ -12,7 +12,7 @@ from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import LaneFacts, native_shape, pick_lane
 from penstock.models.files import ModelFiles, resolve
-from penstock.plan.machine import default_memory_budget, has_fast_bfloat16, num_physical_cores
+from penstock.plan.machine import default_memory_budget, has_fast_bfloat16
 from penstock.plan.memory import AttentionTiling, MemoryModel
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 
@@ -31,14 +31,18 @@ class ModelPlan:
     peak_by_chunk_size: Mapping[int, int]
 
 
-def choose_dtype(asked: str, model_config: Mapping[str, Any], *, is_quantized: bool) -> str:
+def choose_dtype(asked: str, model_config: Mapping[str, Any]) -> str:
     """The checkpoint's own, but float32 where this processor has no fast bfloat16."""
     if asked != "auto":
         return asked
     stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
-    if stored == "float32" and not is_quantized:
-        return "float32"
-    return "bfloat16" if has_fast_bfloat16() else "float32"
+    return "bfloat16" if stored != "float32" and has_fast_bfloat16() else "float32"
+
+
+def require_device(name: str) -> str:
+    if name not in ("auto", "cpu"):
+        raise InvalidSetting(f"Device {name!r} has no attention backend yet; use --device cpu.")
+    return "cpu"
 
 
 def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[str]]:
@@ -59,7 +63,6 @@ def memory_model(files: ModelFiles, config: EngineConfig, dtype: str, runtime_by
         tiling=CPU_TILING,
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
-        num_threads=config.threads or num_physical_cores(),
     )
 
 
@@ -78,9 +81,10 @@ def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int) -
 def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPlan:
     if prompt_tokens < 1:
         raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
-    files = resolve(model)
+    require_device(config.device)
+    files = resolve(model, weights=False)
     lane = pick_lane(files.config, config.lane)
-    dtype = choose_dtype(config.dtype, files.config, is_quantized=files.gguf is not None)
+    dtype = choose_dtype(config.dtype, files.config)
     memory = memory_model(files, config, dtype, defaults.RUNTIME_BYTES_ESTIMATE)
     budget = config.memory or default_memory_budget()
     max_context, warnings = context_limit(config, memory.shape.max_context)

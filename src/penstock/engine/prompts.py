@@ -20,7 +20,7 @@ SEPARATOR = "\n\n"
 class PromptReader:
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    needs_length: bool  # the rotary table depends on the prompt's length, which must be known at admission
+    needs_length: bool  # the rotary table or a strict plan depends on the prompt's length
     refuse_too_long: Callable[[int], None]
     capacity: int
 
@@ -37,6 +37,8 @@ class PromptReader:
         parts = [part for part in parts if part.num_bytes != 0]
         if not parts:
             raise InvalidPrompt("The prompt is empty: there is no text and no file with text. Give -p TEXT or -f FILE.")
+        if self.template is None and system:
+            raise InvalidPrompt("The model has no chat template, so a system message has no place. Leave it out.")
         if self.template is None:
             note = "the model has no chat template: the text is read as it is"
             return self._feed(parts, ("", ""), (note,), add_special_tokens=True)
@@ -84,7 +86,12 @@ def _framed(parts: Sequence[TextPart], frame: tuple[str, str]) -> Iterator[str]:
 
 
 def _joined(parts: Sequence[TextPart]) -> Iterator[str]:
+    is_empty = True
     for index, part in enumerate(parts):
         if index:
             yield SEPARATOR
-        yield from part.pieces()
+        for piece in part.pieces():
+            is_empty = False
+            yield piece
+    if is_empty:
+        raise InvalidPrompt(f"The prompt is empty: {parts[0].name} holds no text. Give -p TEXT or another file.")

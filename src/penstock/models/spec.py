@@ -223,7 +223,7 @@ def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) ->
 
 
 def _rotaries(model_type: str, family: _Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:
-    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, nested by layer type or not."""
+    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, which may be nested."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(config.get("rope_theta") or family.theta)
     if model_type != "gemma3_text":

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
-from typing import Literal, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from gguf.quants import dequantize
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.files import ModelFiles
-from penstock.models.gguf import GgufFile, HfTensor, hf_tensors, read_gguf
+from penstock.models.gguf import GgufFile, read_gguf
+from penstock.models.gguf_translation import HfTensor, hf_tensors
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
 MAX_HEADER_BYTES = 100 << 20
 FULL_PRECISION = frozenset({"F32", "F64"})
 FLOATS = frozenset({"F16", "BF16", *FULL_PRECISION})
-
-NativeDtype = Literal["float32", "bfloat16"]
 
 
 class WeightSource(Protocol):
@@ -34,7 +33,6 @@ class WeightSource(Protocol):
 
     names: frozenset[str]
     quantization: str
-    native_dtype: NativeDtype  # what `--dtype auto` means for this checkpoint
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -146,7 +144,6 @@ class SafetensorsWeights:
         self.names = frozenset(self._tensors)
         floats = {kind: count for kind, count in num_values.items() if kind in DTYPES}
         self.quantization = _common_type(Counter(floats or num_values))
-        self.native_dtype: NativeDtype = "float32" if self.quantization in FULL_PRECISION else "bfloat16"
         self._where = paths[0].parent if len(paths) > 1 else paths[0]
 
     def _find(self, name: str) -> _StoredTensor:
@@ -252,7 +249,6 @@ class GgufWeights:
             num_values[tensor.stored.quant_type.name] += prod(tensor.stored.shape)
         self.names = frozenset(self._tensors)
         self.quantization = _common_type(num_values)
-        self.native_dtype: NativeDtype = "float32" if self.quantization in FULL_PRECISION else "bfloat16"
 
     def _find(self, name: str) -> HfTensor:
         if name not in self._tensors:

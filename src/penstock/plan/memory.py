@@ -52,7 +52,6 @@ class MemoryModel:
     tiling: AttentionTiling
     runtime_bytes: int
     block_size: int
-    num_threads: int = 1
 
     def kv_bytes(self, num_tokens: int) -> int:
         num_blocks = -(-num_tokens // self.block_size)
@@ -69,13 +68,12 @@ class MemoryModel:
     def peak_bytes(self, *, chunk: int, context: int, resident_tokens: int | None = None, logit_rows: int = 1) -> int:
         """`resident_tokens`: all tokens whose KV is resident, where more than this sequence's `context`."""
         kv_tokens = context if resident_tokens is None else max(resident_tokens, context)
-        return (
-            self.runtime_bytes
-            + self.shape.weight_bytes
-            + self.kv_bytes(kv_tokens)
-            + self.activation_bytes(chunk, context)
-            + self.logits_bytes(logit_rows)
-        )
+        return self.fixed_bytes(kv_tokens, logit_rows) + self.activation_bytes(chunk, context)
+
+    def fixed_bytes(self, kv_tokens: int, logit_rows: int = 1) -> int:
+        """All but the activations."""
+        resident = self.runtime_bytes + self.shape.weight_bytes
+        return resident + self.kv_bytes(kv_tokens) + self.logits_bytes(logit_rows)
 
     def largest_chunk(
         self,

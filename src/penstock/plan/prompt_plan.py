@@ -35,7 +35,7 @@ def plan_prompt(
     upper = chunk_upper_bound(config, prompt_tokens)
     sizes: list[int] = []
     peak, start = 0, 0
-    fits = prompt_tokens <= max_context
+    fits = prompt_tokens < max_context  # one more token is the answer's
     while start < prompt_tokens:
         wanted = min(upper, prompt_tokens - start)
         allowed = memory.largest_chunk(start=start, budget_bytes=budget_bytes, upper=wanted)
@@ -54,7 +54,8 @@ def plan_prompt(
         weight_bytes=memory.shape.weight_bytes,
         kv_bytes=memory.kv_bytes(prompt_tokens),
         state_bytes=0,
-        activation_bytes=memory.activation_bytes(chunk_size, prompt_tokens) if chunk_size else 0,
+        # What the peak leaves beside the rest: under a tight budget the last chunks are smaller than the first.
+        activation_bytes=max(0, peak - memory.fixed_bytes(prompt_tokens)),
         logits_bytes=memory.logits_bytes(1),
         peak_bytes=peak,
         budget_bytes=budget_bytes,
@@ -79,10 +80,11 @@ def _adjustments(
         shrunk = min(sizes[:-1]) < asked
     if shrunk:
         name = "the whole prompt" if asked == 0 else f"chunk size {asked}"
-        message = f"{name} lowered to {min(sizes[:-1] or sizes)} to {max(sizes)} by the memory budget of {budget_bytes / GIB:.2f} GiB"
+        lowered = f"{min(sizes[:-1] or sizes)} to {max(sizes)}"
+        message = f"{name} lowered to {lowered} by the memory budget of {budget_bytes / GIB:.2f} GiB"
         if config.strict:
             raise InvalidSetting(f"--strict: {message}. Raise --memory or lower --chunk-size.")
         found.append(message)
-    if prompt_tokens > max_context:
-        found.append(f"{prompt_tokens} tokens exceed the context of {max_context}")
+    if prompt_tokens >= max_context:
+        found.append(f"{prompt_tokens} tokens leave no room for an answer in the context of {max_context}")
     return found

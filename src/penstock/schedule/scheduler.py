@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Tokens
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from penstock.cache.blocks import BlockPool
@@ -226,7 +227,12 @@ class Scheduler:
         sequence.num_in_flight = end - sequence.num_computed
         wants_logits = sequence.prompt_is_complete and end == len(sequence.tokens)
         draft.chunk_by_sequence[sequence.id] = Chunk(
-            sequence_id=sequence.id, start=start, end=end, wants_logits=wants_logits
+            sequence_id=sequence.id,
+            start=start,
+            end=end,
+            wants_logits=wants_logits,
+            num_cached=sequence.num_cached,
+            num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
         )
 
     def _overlapped_start(self, sequence: Sequence) -> int:

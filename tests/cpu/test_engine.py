@@ -1,0 +1,346 @@
+"""What users of the engine rely on: streaming, many requests, cancellation, sampling, stops, probabilities."""
+
+import io
+
+import pytest
+import torch
+from conftest import LogitRecorder
+from tiny_models import VOCABULARY, prompt, reference_logits
+
+from penstock.errors import InvalidPrompt, InvalidSetting, MemoryTooSmall, PromptTooLong, UnknownLane
+from penstock.prompt.source import TextPart
+from penstock.request import Finished, PrefillProgress, Token
+
+
+def words(tokens):
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_a_stream_tells_progress_then_tokens_then_the_end(load):
+    engine = load(chunk_size=40)
+    events = list(engine.stream(prompt(100), max_tokens=5, ignore_eos=True))
+    kinds = [type(event) for event in events]
+    assert kinds == [PrefillProgress] * 3 + [Token] * 5 + [Finished]
+    assert [event.num_computed for event in events[:3]] == [40, 80, 100]
+    assert all(event.num_total == 100 for event in events[:3])
+    output = events[-1].output
+    assert output.token_ids == tuple(event.token_id for event in events[3:-1])
+    assert output.text == "".join(event.text for event in events[3:-1])
+    assert output.finish_reason == "length"
+    assert [(chunk.start, chunk.end) for chunk in output.chunks] == [(0, 40), (40, 80), (80, 100)]
+
+
+def test_a_text_a_list_of_ids_and_a_feed_are_the_same_prompt(load):
+    engine = load(chunk_size=16, prefix_cache=False)
+    tokens = prompt(50)
+    from_ids = engine.generate(tokens, max_tokens=8, ignore_eos=True)
+    from_text = engine.generate(words(tokens), max_tokens=8, ignore_eos=True)
+    feed = engine.chat_feed([TextPart.of_text(words(tokens))])  # no template: read as it is
+    from_feed = engine.generate(feed, max_tokens=8, ignore_eos=True)
+    assert from_ids.token_ids == from_text.token_ids == from_feed.token_ids
+
+
+def test_the_first_chunk_runs_before_the_end_of_the_text_has_been_read(load):
+    engine = load(chunk_size=16, context=20_000)
+    num_read = 0
+
+    class Watched(io.RawIOBase):
+        """A pipe that gives one word at a time."""
+
+        def read(self, size=-1):
+            nonlocal num_read
+            num_read += 1
+            return f"w{num_read % 100 + 50} ".encode() if num_read < 5000 else b""
+
+    feed = engine.chat_feed([TextPart(stream=Watched(), name="watched")])
+    events = engine.stream(feed, max_tokens=1)
+    assert next(events).num_computed == 16
+    assert num_read < 200
+    events.close()
+
+
+def test_cancelling_takes_effect_within_a_chunk_and_an_equal_prompt_resumes(load):
+    engine = load(chunk_size=32)
+    tokens = prompt(300)
+    expected = load(chunk_size=0).generate(tokens, max_tokens=6, ignore_eos=True).token_ids
+    for num_chunks in (1, 3, 5):
+        engine.scheduler.prefix.clear()
+        request_id = engine.submit(tokens, max_tokens=6, ignore_eos=True)
+        events = engine.events(request_id)
+        for _ in range(num_chunks):
+            assert isinstance(next(events), PrefillProgress)
+        engine.abort(request_id)
+        *rest, last = list(events)
+        assert rest == []
+        assert isinstance(last, Finished)
+        assert (last.output.finish_reason, last.output.num_computed_tokens) == ("abort", 32 * num_chunks)
+        retry = engine.generate(tokens, max_tokens=6, ignore_eos=True)
+        assert retry.num_cached_tokens == 32 * num_chunks
+        assert retry.token_ids == expected
+
+
+def test_closing_the_iterator_cancels_the_request(load):
+    engine = load(chunk_size=32)
+    events = engine.stream(prompt(300))
+    next(events)
+    events.close()
+    assert not engine.scheduler.has_work
+
+
+def test_steps_return_each_event_once_and_forget_what_ended(load):
+    engine = load(chunk_size=16)
+    ids = [engine.submit(prompt(40, seed=seed), max_tokens=3, ignore_eos=True) for seed in range(2)]
+    cancelled = engine.submit(prompt(40), max_tokens=3)
+    engine.abort(cancelled)
+    events = []
+    while engine.scheduler.has_work:
+        events += engine.step()
+    for request_id in ids:
+        mine = [type(event) for event in events if event.request_id == request_id]
+        assert mine[-4:] == [Token, Token, Token, Finished]
+        assert mine.count(Token) == 3
+    (end,) = [event for event in events if event.request_id == cancelled]
+    assert end.output.finish_reason == "abort"
+    assert not engine._active
+    assert not engine._mailboxes
+
+
+def test_a_batch_with_a_refused_prompt_leaves_nothing_behind(load):
+    engine = load()
+    with pytest.raises(InvalidPrompt):
+        engine.generate_batch([prompt(20), []])
+    assert not engine.scheduler.has_work
+
+
+def test_a_stream_that_was_never_begun_leaves_nothing_behind(load):
+    engine = load()
+    engine.stream(prompt(20)).close()
+    assert not engine.scheduler.has_work
+
+
+def test_strict_refuses_before_any_step(load):
+    refusing, adjusting = load(chunk_size=512, strict=True), load(chunk_size=512)
+    for engine in (refusing, adjusting):
+        tight = engine.model.memory.peak_bytes(chunk=32, context=900)
+        object.__setattr__(engine.model, "budget_bytes", tight)
+    with pytest.raises(InvalidSetting, match="strict"):
+        refusing.generate(prompt(900))
+    assert refusing.scheduler._num_steps == 0
+    assert len(adjusting.generate(prompt(900), max_tokens=1).chunks) > 2
+
+
+def test_loading_again_measures_the_same_runtime(load):
+    runtimes = []
+    for _ in range(3):
+        engine = load()
+        runtimes.append(engine.model.memory.runtime_bytes)
+        engine.generate(prompt(200), max_tokens=2)
+        engine.close()
+        engine.close()  # harmless
+    assert max(runtimes) - min(runtimes) < 30e6
+
+
+def test_streams_can_be_followed_side_by_side(load):
+    engine = load(chunk_size=16)
+    prompts = [prompt(80, seed=seed) for seed in range(3)]
+    alone = [load(chunk_size=0).generate(tokens, max_tokens=10, ignore_eos=True).token_ids for tokens in prompts]
+    streams = [engine.stream(tokens, max_tokens=10, ignore_eos=True) for tokens in prompts]
+    outputs = {}
+    while streams:
+        for stream in list(streams):
+            event = next(stream, None)
+            if isinstance(event, Finished):
+                outputs[event.request_id] = event.output.token_ids
+            elif event is None:
+                streams.remove(stream)
+    assert [outputs[key] for key in sorted(outputs)] == alone
+
+
+def test_a_pool_too_small_for_all_preempts_and_loses_nothing(load):
+    prompts = [prompt(90, seed=seed) for seed in range(4)]
+    alone = [load(chunk_size=0).generate(tokens, max_tokens=40, ignore_eos=True).token_ids for tokens in prompts]
+    engine = load(chunk_size=32, context=140, max_running=1)
+    engine.scheduler.limits = type(engine.scheduler.limits)(
+        block_size=16, max_context=140, max_running=4, chunk_size=32, overlap=0
+    )
+    preempted = []
+    engine.on_step = lambda plan, result: preempted.extend(plan.preempted)
+    outputs = engine.generate_batch(prompts, max_tokens=40, ignore_eos=True)
+    assert [output.token_ids for output in outputs] == alone
+    assert preempted
+
+
+def test_a_failed_step_is_repeated_from_where_it_stood(load):
+    engine = load(chunk_size=32)
+    tokens = prompt(100)
+    expected = engine.generate(tokens, max_tokens=5, ignore_eos=True).token_ids
+    engine.scheduler.prefix.clear()
+    request_id = engine.submit(tokens, max_tokens=5, ignore_eos=True)
+    lane = engine._runner.lane
+
+    class FailsOnce:
+        num_calls = 0
+
+        def run(self, inputs):
+            self.num_calls += 1
+            if self.num_calls in (2, 5):
+                raise MemoryError
+            return lane.run(inputs)
+
+    engine._runner.lane = FailsOnce()
+    num_failures = 0
+    events = []
+    while engine.scheduler.has_work:
+        try:
+            events += engine.step()
+        except MemoryError:
+            num_failures += 1
+    output = events[-1].output
+    assert (num_failures, output.request_id) == (2, request_id)
+    assert output.token_ids == expected
+
+
+def test_logprobs_are_those_of_the_models_own_distribution(load, tiny):
+    tokens = prompt(60)
+    output = load(chunk_size=16).generate(tokens, max_tokens=4, ignore_eos=True, logprobs=3)
+    logits = reference_logits(tiny("llama")[1], [*tokens, *output.token_ids])
+    expected = logits.log_softmax(-1)[len(tokens) - 1 : -1]
+    assert len(output.logprobs) == 4
+    for row, token, logprob in zip(expected, output.token_ids, output.logprobs, strict=True):
+        assert logprob.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        best = row.topk(3)
+        assert [t for t, _ in logprob.alternatives] == best.indices.tolist()
+        assert [v for _, v in logprob.alternatives] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"chunk_size": 0}, {"chunk_size": 16}, {"chunk_size": 16, "overlap": 5}])
+def test_prompt_logprobs_are_the_same_for_every_chunking(load, tiny, settings):
+    tokens = prompt(70)
+    engine = load(**settings)
+    engine.generate(tokens, max_tokens=1)  # a prefix that must not be used
+    output = engine.generate(tokens, max_tokens=1, prompt_logprobs=2)
+    expected = reference_logits(tiny("llama")[1], tokens).log_softmax(-1)
+    assert output.num_cached_tokens == 0
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == 70
+    for position in range(1, 70):
+        found = output.prompt_logprobs[position]
+        assert found.token_id == tokens[position]
+        assert found.logprob == pytest.approx(expected[position - 1, tokens[position]].item(), abs=1e-4)
+        assert [t for t, _ in found.alternatives] == expected[position - 1].topk(2).indices.tolist()
+
+
+def test_logits_are_computed_for_wanted_rows_only(load):
+    engine = load(chunk_size=32)
+    rows = []
+    lane = engine._runner.lane
+
+    class Counting:
+        def run(self, inputs):
+            rows.append(len(inputs.logit_rows))
+            return lane.run(inputs)
+
+    engine._runner.lane = Counting()
+    engine.generate(prompt(100), max_tokens=3, ignore_eos=True)
+    assert rows == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_seed_makes_sampling_repeatable_and_seeds_differ(load):
+    engine = load()
+    values = {"max_tokens": 20, "temperature": 1.5, "ignore_eos": True}
+    first, again, other = (engine.generate(prompt(30), seed=seed, **values).token_ids for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+def test_each_narrowing_reaches_the_greedy_answer(load, narrow):
+    engine = load()
+    greedy = engine.generate(prompt(30), max_tokens=12, ignore_eos=True).token_ids
+    sampled = engine.generate(prompt(30), max_tokens=12, ignore_eos=True, seed=1, **({"temperature": 1.0} | narrow))
+    assert sampled.token_ids == greedy
+
+
+def test_penalties_change_what_repeats(load):
+    engine = load()
+    plain = engine.generate(prompt(30), max_tokens=60, ignore_eos=True).token_ids
+    for penalty in ({"repetition_penalty": 5.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+        changed = engine.generate(prompt(30), max_tokens=60, ignore_eos=True, **penalty).token_ids
+        assert len(set(changed)) > len(set(plain))
+
+
+def test_a_stop_string_ends_the_answer_before_itself(load):
+    engine = load()
+    plain = engine.generate(prompt(30), max_tokens=30, ignore_eos=True)
+    # Words are joined by the decoder; any piece of the middle of the text can be a stop.
+    middle = plain.text[len(plain.text) // 2 :][:5]
+    stopped = engine.generate(prompt(30), max_tokens=30, ignore_eos=True, stop=middle)
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == plain.text[: plain.text.index(middle)]
+
+
+def test_the_end_token_ends_the_answer(load):
+    engine = load()
+    tokens = engine.generate(prompt(30), max_tokens=30, ignore_eos=True).token_ids
+    object.__setattr__(engine.model, "eos_ids", frozenset({tokens[10]}))
+    output = engine.generate(prompt(30), max_tokens=30)
+    assert output.finish_reason == "stop"
+    assert output.token_ids == tokens[: tokens.index(tokens[10]) + 1]
+
+
+def test_an_answer_ends_at_the_context_limit(load):
+    engine = load(context=64)
+    output = engine.generate(prompt(60), max_tokens=100, ignore_eos=True)
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("bad_prompt", "error"),
+    [
+        ([], InvalidPrompt),
+        ("", InvalidPrompt),
+        ([5, VOCABULARY], InvalidPrompt),
+        ([5, -1], InvalidPrompt),
+        ([{"role": "user", "content": "x"}], InvalidPrompt),
+        (prompt(1024), PromptTooLong),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(load, bad_prompt, error):
+    engine = load()
+    with pytest.raises(error):
+        engine.generate(bad_prompt)
+    assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"memory": "50MB"}, MemoryTooSmall),
+        ({"lane": "nonsense"}, UnknownLane),
+        ({"chunk_size": -3}, InvalidSetting),
+        ({"chunk_size": 8, "overlap": 8}, InvalidSetting),
+        ({"device": "cuda"}, InvalidSetting),
+        ({"dtype": "float16"}, InvalidSetting),
+    ],
+)
+def test_settings_that_cannot_hold_are_refused(load, settings, error):
+    with pytest.raises(error):
+        load(**settings)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"nonsense": 1}, {"stop": ""}]
+)
+def test_impossible_sampling_is_refused(load, sampling):
+    with pytest.raises(InvalidSetting):
+        load().generate(prompt(5), **sampling)
+
+
+def test_the_same_request_twice_gives_bitwise_the_same_logits(load):
+    runs = []
+    for _ in range(2):
+        recorder = LogitRecorder(engine := load(chunk_size=24))
+        engine.generate(prompt(100), max_tokens=8, ignore_eos=True)
+        runs.append(recorder.all)
+    assert torch.equal(*runs)

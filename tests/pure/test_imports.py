@@ -1,0 +1,108 @@
+"""Rooms import one way, and the light ones stay light. Read from the source, so that no import can hide."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(penstock.__file__).parent
+BASE = {"request", "config", "errors"}
+# What each room may import, besides itself and the base.
+ALLOWED = {
+    "prompt": set(),
+    "plan": set(),
+    "schedule": {"plan", "cache.blocks", "cache.prefix"},
+    "cache": set(),
+    "attention": {"cache.storage"},
+    "models": {"attention", "cache.storage"},
+    "lanes": {"models", "attention", "cache.storage", "plan"},
+    "engine": {"schedule", "lanes", "prompt", "plan", "cache", "models", "attention"},
+    "cli": {"engine", "lanes", "plan", "prompt", "schedule"},
+}
+# Reviewed exceptions: the callable package hands over to the engine only when it is called.
+EXCEPTIONS = {("plan/__init__.py", "engine.planning")}
+NO_TORCH = ["prompt", "plan", "schedule", "cache/blocks.py", "cache/prefix.py", "lanes/lane.py", "models/spec.py"]
+NO_TORCH += [
+    "models/files.py",
+    "models/gguf.py",
+    "models/gguf_translation.py",
+    "engine/planning.py",
+    "request.py",
+    "config.py",
+    "errors.py",
+]
+# Where torch and transformers are imported by the function that needs them.
+MAY_IMPORT_TRANSFORMERS = {"prompt/load.py"}
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """(module, is it imported only for type checkers) of every import in the file, nested ones included."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in for_types) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found.append((node.module, id(node) in for_types))
+            if node.module == "penstock":
+                found += [(f"penstock.{alias.name}", id(node) in for_types) for alias in node.names]
+    return found
+
+
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if "/" in s])
+def test_imports_go_one_way(source):
+    room = source.split("/")[0]
+    for module, is_for_types in imports_of(ROOT / source):
+        if is_for_types or not module.startswith("penstock."):
+            continue
+        target = module.removeprefix("penstock.")
+        allowed = ALLOWED[room] | BASE | {room, "__version__"}
+        is_allowed = any(target == name or target.startswith(f"{name}.") for name in allowed)
+        assert is_allowed or (source, target) in EXCEPTIONS, f"{source} imports {module}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_base_imports_only_itself(source):
+    if source.removesuffix(".py") in BASE:
+        modules = {module for module, _ in imports_of(ROOT / source) if module.startswith("penstock")}
+        assert modules <= {f"penstock.{name}" for name in BASE}
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if any(s.startswith(light) for light in NO_TORCH)])
+def test_light_rooms_do_not_import_torch(source):
+    for module, is_for_types in imports_of(ROOT / source):
+        if source not in MAY_IMPORT_TRANSFORMERS:
+            assert is_for_types or module.split(".")[0] not in {"torch", "transformers", "triton"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import penstock",
+        "import penstock; penstock.plan('smollm2', prompt_tokens=1000)",
+        "import penstock; penstock.PrefillScheduler; penstock.peak_memory_estimate; penstock.SamplingParams",
+        "from penstock.cli.main import app",
+    ],
+)
+def test_torch_stays_out_of_what_must_start_fast(statement):
+    check = f"{statement}; import sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_every_public_name_exists():
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
