@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import Callable
 
+from penstock.engine.engine import Engine  # sets OpenMP's wait policy, so it stands before torch
+
+# isort: split
 import torch
 
-from penstock.engine.engine import Engine
 from penstock.models.files import resolve
 from penstock.models.weights import open_weights
 

@@ -1,0 +1,161 @@
+"""How a step is shared: three priorities as one table, and a token budget sized by a latency target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config import PrefillPriority
+
+# Steps in a row that prompts may go without a chunk while decodes take the whole target. Below 1 in 100, so that
+# the chunk that ends such a row does not show in the 99th percentile of the gaps.
+LONGEST_PREFILL_WAIT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a priority means. The two bounds say how long each side may be kept waiting by the other, in steps."""
+
+    decodes_beside_prompts: bool  # a step that carries prompt chunks carries the decodes too
+    has_floor: bool  # prompts get at least the floor in every step that carries them
+    fills_without_target: bool  # with no latency target, prompts run beside decodes
+    most_steps_without_decode: int
+    most_steps_without_prefill: int
+
+    @property
+    def decode_turns_between_chunks(self) -> int:
+        """For one prompt whose chunks take turns with decodes instead of sharing steps with them."""
+        if not self.decodes_beside_prompts:
+            return 0
+        return 1 if self.has_floor else self.most_steps_without_prefill
+
+
+POLICIES = {
+    PrefillPriority.PREFILL_FIRST: Policy(
+        decodes_beside_prompts=False,
+        has_floor=True,
+        fills_without_target=True,
+        most_steps_without_decode=256,
+        most_steps_without_prefill=0,
+    ),
+    PrefillPriority.INTERLEAVED: Policy(
+        decodes_beside_prompts=True,
+        has_floor=True,
+        fills_without_target=True,
+        most_steps_without_decode=0,
+        most_steps_without_prefill=0,
+    ),
+    PrefillPriority.DECODE_PRIORITY: Policy(
+        decodes_beside_prompts=True,
+        has_floor=False,
+        fills_without_target=False,
+        most_steps_without_decode=0,
+        most_steps_without_prefill=LONGEST_PREFILL_WAIT,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What a step's time depends on."""
+
+    num_tokens: int = 0
+    token_contexts: int = 0  # over prompt chunks: tokens x tokens before them, on average over the chunk
+    decode_contexts: int = 0  # over decodes: tokens before them
+
+    def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
+        return StepLoad(
+            num_tokens=self.num_tokens + num_tokens,
+            token_contexts=self.token_contexts + num_tokens * start + num_tokens * num_tokens // 2,
+            decode_contexts=self.decode_contexts,
+        )
+
+    def with_decode(self, context: int) -> StepLoad:
+        return StepLoad(
+            num_tokens=self.num_tokens + 1,
+            token_contexts=self.token_contexts,
+            decode_contexts=self.decode_contexts + context,
+        )
+
+    @property
+    def features(self) -> tuple[float, float, float, float]:
+        return (1.0, float(self.num_tokens), float(self.token_contexts), float(self.decode_contexts))
+
+
+class StepCost:
+    """Seconds of a step, linear in its load; fitted while steps run, by recursive least squares within bounds."""
+
+    # Recent steps count more: a machine's speed changes with its heat and its neighbours.
+    MEMORY = 0.98
+    # One step moves the model by at most this factor of what was predicted: a hiccup is not a trend.
+    LARGEST_SURPRISE = 1.0
+
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        self.coefficients = [max(0.0, value) for value in coefficients]
+        # How large a feature is in an ordinary step; the fit works on features of about 1.
+        self._scales = (1.0, 512.0, 512.0 * 8192.0, 32.0 * 2048.0)
+        self._covariance = [[10.0 if i == j else 0.0 for j in range(4)] for i in range(4)]
+        self.relative_error = 0.05  # of recent predictions, on average
+
+    def predict(self, load: StepLoad) -> float:
+        return sum(c * x for c, x in zip(self.coefficients, load.features, strict=True))
+
+    def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        predicted = self.predict(load)
+        surprise = elapsed_s - predicted
+        if predicted > 0:
+            limit = self.LARGEST_SURPRISE * predicted
+            error = min(1.0, abs(surprise) / max(elapsed_s, 1e-9))
+            self.relative_error += 0.05 * (error - self.relative_error)
+            surprise = max(-limit, min(limit, surprise))
+        x = [value / scale for value, scale in zip(load.features, self._scales, strict=True)]
+        gain = self._update_covariance(x)
+        for i, scale in enumerate(self._scales):
+            # No part of a step takes negative time.
+            self.coefficients[i] = max(0.0, self.coefficients[i] + gain[i] * surprise / scale)
+
+    def _update_covariance(self, x: list[float]) -> list[float]:
+        p = self._covariance
+        px = [sum(p[i][j] * x[j] for j in range(4)) for i in range(4)]
+        denominator = self.MEMORY + sum(x[i] * px[i] for i in range(4))
+        gain = [value / denominator for value in px]
+        for i in range(4):
+            for j in range(4):
+                p[i][j] = (p[i][j] - gain[i] * px[j]) / self.MEMORY
+        # Equal steps teach nothing about the other directions: keep their uncertainty from growing without end.
+        if (trace := sum(p[i][i] for i in range(4))) > 400.0:
+            for row in p:
+                for j in range(4):
+                    row[j] *= 400.0 / trace
+        return gain
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenBudget:
+    """The prompt tokens of a step: the most that fit, or the most whose predicted step stays under the target."""
+
+    ceiling: int  # 0: no limit but the prompt
+    floor: int = 1
+    target_s: float | None = None
+    cost: StepCost | None = None
+
+    def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        if self.cost is not None:
+            self.cost.observe(load, elapsed_s)
+
+    def predict(self, load: StepLoad) -> float:
+        return self.cost.predict(load) if self.cost is not None else 0.0
+
+    def allowance(self, load: StepLoad, start: int, wanted: int) -> int:
+        """Tokens after `start` that may join a step of that load; may be 0."""
+        upper = min(wanted, self.ceiling) if self.ceiling else wanted
+        if self.target_s is None or self.cost is None:
+            return upper
+        # Aim lower the worse the recent predictions were.
+        aim = self.target_s / (1 + min(0.5, 2 * self.cost.relative_error))
+        low, high = 0, upper
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.cost.predict(load.with_chunk(start, middle)) <= aim
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low

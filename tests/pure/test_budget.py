@@ -1,0 +1,105 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import PrefillPriority
+from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget
+
+TRUTH = (0.004, 2e-5, 5e-10, 4e-9)  # seconds per step, token, token x context, decode x context
+
+
+def true_seconds(load):
+    return sum(c * x for c, x in zip(TRUTH, load.features, strict=True))
+
+
+def random_load(generator):
+    load = StepLoad()
+    for _ in range(generator.randrange(0, 33)):
+        load = load.with_decode(generator.randrange(1, 8000))
+    if generator.random() < 0.7:
+        load = load.with_chunk(generator.randrange(0, 60_000), generator.randrange(16, 2048))
+    return load
+
+
+def test_the_load_of_a_chunk_is_the_sum_over_its_tokens():
+    load = StepLoad().with_chunk(100, 10)
+    assert load.num_tokens == 10
+    assert load.token_contexts == pytest.approx(sum(100 + i for i in range(10)), abs=5)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
+def test_the_fit_finds_the_truth_from_a_wrong_start(factor):
+    generator = random.Random(1)
+    cost = StepCost([value * factor for value in TRUTH])
+    for _ in range(300):
+        load = random_load(generator)
+        cost.observe(load, true_seconds(load) * generator.uniform(0.97, 1.03))
+    errors = []
+    for _ in range(200):
+        load = random_load(generator)
+        errors.append(abs(cost.predict(load) / true_seconds(load) - 1))
+    assert sorted(errors)[190] < 0.08
+
+
+def test_a_hiccup_does_not_move_the_model_far():
+    generator = random.Random(2)
+    cost = StepCost(TRUTH)
+    for _ in range(100):
+        load = random_load(generator)
+        cost.observe(load, true_seconds(load))
+    load = StepLoad().with_chunk(1000, 512)
+    cost.observe(load, 100 * true_seconds(load))
+    assert cost.predict(load) < 2.1 * true_seconds(load)
+
+
+def test_equal_steps_for_a_long_time_do_not_spoil_the_fit():
+    cost = StepCost(TRUTH)
+    same = StepLoad().with_chunk(2000, 256)
+    generator = random.Random(3)
+    for _ in range(5000):
+        cost.observe(same, true_seconds(same) * generator.uniform(0.95, 1.05))
+    assert cost.predict(same) == pytest.approx(true_seconds(same), rel=0.05)
+    for _ in range(60):
+        load = random_load(generator)
+        cost.observe(load, true_seconds(load))
+    other = StepLoad().with_decode(4000).with_chunk(30_000, 700)
+    assert cost.predict(other) == pytest.approx(true_seconds(other), rel=0.1)
+
+
+@given(st.integers(0, 500_000), st.integers(0, 64), st.floats(0.005, 0.5))
+@settings(deadline=None)
+def test_the_allowance_is_the_most_that_stays_under_the_target(start, num_decodes, target):
+    load = StepLoad()
+    for _ in range(num_decodes):
+        load = load.with_decode(2000)
+    cost = StepCost(TRUTH)
+    cost.relative_error = 0.0
+    budget = TokenBudget(ceiling=8192, target_s=target, cost=cost)
+    allowed = budget.allowance(load, start, 1_000_000)
+    assert 0 <= allowed <= 8192
+    if allowed:
+        assert cost.predict(load.with_chunk(start, allowed)) <= target
+    if allowed < 8192:
+        assert cost.predict(load.with_chunk(start, allowed + 1)) > target
+
+
+def test_the_allowance_shrinks_as_the_context_grows():
+    budget = TokenBudget(ceiling=8192, target_s=0.05, cost=StepCost(TRUTH))
+    allowed = [budget.allowance(StepLoad(), start, 10**6) for start in range(0, 500_000, 50_000)]
+    assert allowed == sorted(allowed, reverse=True)
+    assert allowed[-1] < allowed[0] / 4
+
+
+def test_without_a_target_the_ceiling_is_the_allowance():
+    assert TokenBudget(ceiling=512).allowance(StepLoad(), 0, 10_000) == 512
+    assert TokenBudget(ceiling=0).allowance(StepLoad(), 0, 10_000) == 10_000
+    assert TokenBudget(ceiling=512).allowance(StepLoad(), 0, 100) == 100
+
+
+def test_every_priority_bounds_how_long_each_side_waits():
+    assert set(POLICIES) == set(PrefillPriority)
+    for policy in POLICIES.values():
+        assert policy.decodes_beside_prompts == (policy.most_steps_without_decode == 0)
+        assert policy.has_floor == (policy.most_steps_without_prefill == 0)
