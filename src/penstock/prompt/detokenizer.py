@@ -1,0 +1,77 @@
+"""Text from ids that arrive one by one, equal to decoding them together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+# These look at one token at a time, and at whether it is the first or the last.
+_TOKEN_BY_TOKEN = frozenset({"BPEDecoder", "ByteFallback", "ByteLevel", "Metaspace", "Replace", "Strip", "WordPiece"})
+
+
+def decodes_by_token(spec: dict[str, Any] | None) -> bool:
+    """Whether text once decoded stays as it is when more tokens follow, unless it ends within a character."""
+    fused = False
+    for step in _steps(spec):
+        kind = step["type"]
+        if fused and not (kind == "Strip" and step["start"] <= 1 and step["stop"] == 0):
+            return False
+        if kind not in _TOKEN_BY_TOKEN and kind != "Fuse":
+            return False
+        fused = fused or kind in ("Fuse", "ByteLevel")
+    return True
+
+
+def _steps(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if spec is None:
+        return
+    if spec["type"] == "Sequence":
+        for step in spec["decoders"]:
+            yield from _steps(step)
+    else:
+        yield spec
+
+
+class Detokenizer:
+    """Push ids, get text; what is pushed and then flushed is the text of all ids together.
+
+    New ids are decoded behind a few that already gave text, so that nothing is taken for the start of the answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        token: Callable[[int], str | None],
+        by_token: bool,
+    ) -> None:
+        self._decode = decode
+        self._token = token
+        self._by_token = by_token
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain from now on; empty within a character, or within a run of single bytes."""
+        token = self._token(token_id)
+        if token is None:
+            return ""
+        self._pending.append(token_id)
+        # A run of byte tokens is decoded as one: a later bad byte changes the text of earlier good ones.
+        if not self._by_token or _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode(self._context + self._pending)
+        return "" if text.endswith(_REPLACEMENT) else self._settle(text)
+
+    def flush(self) -> str:
+        return self._settle(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def _settle(self, text: str) -> str:
+        new = text[len(self._decode(self._context)) :]
+        if new:
+            self._context, self._pending = self._pending, []
+        return new
