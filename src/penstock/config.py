@@ -46,6 +46,11 @@ class EngineConfig:
     max_chunk_size: int = 1024  # the most that `auto` picks
     min_chunk_size: int = 16  # the KV pool leaves room for at least this chunk
     max_running: int = 64
+    priority: PrefillPriority = PrefillPriority.INTERLEAVED
+    latency_target_ms: float | None = None  # None: steps are as large as the chunk size allows
+    floor: int = 16  # prompt tokens that a step carries even where the target is missed
+    max_waiting: int | None = None  # requests in the queue; None: no limit
+    max_waiting_tokens: int | None = None
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -62,10 +67,25 @@ class EngineConfig:
                 f"Overlap is {self.overlap}; with an automatic chunk size it must be below {self.min_chunk_size}. "
                 "Lower it or give --chunk-size."
             )
-        for name in ("memory", "context", "threads", "block_size", "max_chunk_size", "min_chunk_size", "max_running"):
+        for name in (
+            "memory",
+            "context",
+            "threads",
+            "block_size",
+            "max_chunk_size",
+            "min_chunk_size",
+            "max_running",
+            "floor",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
+        for name in ("max_waiting", "max_waiting_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
+        if self.latency_target_ms is not None and not 1 <= self.latency_target_ms <= 60_000:
+            raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if self.device not in DEVICES:
@@ -141,11 +161,32 @@ def _parse_bool(name: str, value: object) -> bool:
     return words[str(value).lower()]
 
 
+def parse_priority(value: str | PrefillPriority) -> PrefillPriority:
+    if isinstance(value, PrefillPriority):
+        return value
+    try:
+        return PrefillPriority(str(value).lower().replace("_", "-"))
+    except ValueError:
+        names = ", ".join(priority.value for priority in PrefillPriority)
+        raise InvalidSetting(f"Priority is {value!r}; it must be one of {names}.") from None
+
+
+def _parse_milliseconds(value: object) -> float:
+    try:
+        return float(value)  # ty: ignore[invalid-argument-type]
+    except (TypeError, ValueError):
+        raise InvalidSetting(f"The latency target is {value!r}; write a number of milliseconds.") from None
+
+
 def _parser_for(name: str) -> Any:
     if name == "chunk_size":
         return parse_chunk_size
     if name == "memory":
         return parse_bytes
+    if name == "priority":
+        return parse_priority
+    if name == "latency_target_ms":
+        return _parse_milliseconds
     if name in ("strict", "prefix_cache"):
         return lambda value: _parse_bool(name, value)
     if name in ("lane", "device", "dtype"):

@@ -39,5 +39,15 @@ class UnsupportedModel(PenstockError):
     """The architecture, or something in its config, is not one that we run."""
 
 
+class QueueFull(PenstockError):
+    """Too many requests or prompt tokens wait already."""
+
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class UnknownLane(PenstockError):
     """The lane that was asked for does not exist or cannot run this model."""

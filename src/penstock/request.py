@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.errors import InvalidSetting
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "deadline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,8 @@ class Request:
     sampling: SamplingParams
     arrived_at: float
     prompt_is_complete: bool = True
+    priority: int = 0  # lower is served first
+    deadline_at: float | None = None  # on the clock of arrived_at; None: none
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
 
 
@@ -83,7 +85,11 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     status: Status = Status.WAITING
-    abort_requested: bool = False
+    num_remembered: int = 0  # blocks that the prefix cache knows
+    joined_at: int = 0  # prompt tokens that the engine had read when this one came
+    num_read: int = 0  # prompt tokens read of this one, repeats after a preemption included
+    is_paused: bool = False
+    abort_reason: FinishReason | None = None  # asked to end; it does when nothing is in flight
 
     @property
     def id(self) -> int:
@@ -132,6 +138,7 @@ class StepPlan:
     preempted: tuple[int, ...]
     waiting: int
     token_budget: int
+    predicted_s: float
     predicted_bytes: int
     reason: str
 

@@ -1,5 +1,6 @@
 """What users of the engine rely on: streaming, many requests, cancellation, sampling, stops, probabilities."""
 
+import dataclasses
 import io
 
 import pytest
@@ -160,9 +161,7 @@ def test_a_pool_too_small_for_all_preempts_and_loses_nothing(load):
     prompts = [prompt(90, seed=seed) for seed in range(4)]
     alone = [load(chunk_size=0).generate(tokens, max_tokens=40, ignore_eos=True).token_ids for tokens in prompts]
     engine = load(chunk_size=32, context=140, max_running=1)
-    engine.scheduler.limits = type(engine.scheduler.limits)(
-        block_size=16, max_context=140, max_running=4, chunk_size=32, overlap=0
-    )
+    engine.scheduler.limits = dataclasses.replace(engine.scheduler.limits, max_running=4)
     preempted = []
     engine.on_step = lambda plan, result: preempted.extend(plan.preempted)
     outputs = engine.generate_batch(prompts, max_tokens=40, ignore_eos=True)

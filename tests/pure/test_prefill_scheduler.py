@@ -2,7 +2,8 @@ import pytest
 
 from penstock.config import PrefillPriority
 from penstock.plan.chunks import ChunkedPrefillConfig, create_prefill_chunks
-from penstock.schedule.prefill import STARVATION_BOUND, Prefill, PrefillScheduler, StartDecode, YieldToDecode
+from penstock.schedule.budget import LONGEST_PREFILL_WAIT, POLICIES
+from penstock.schedule.prefill import Prefill, PrefillScheduler, StartDecode, YieldToDecode
 
 
 def actions(scheduler, num_actions):
@@ -21,7 +22,7 @@ def actions(scheduler, num_actions):
     [
         (PrefillPriority.PREFILL_FIRST, "PPPPSS"),
         (PrefillPriority.INTERLEAVED, "PYPYPYPS"),
-        (PrefillPriority.DECODE_PRIORITY, ("Y" * 16 + "P") * 4 + "S"),
+        (PrefillPriority.DECODE_PRIORITY, ("Y" * LONGEST_PREFILL_WAIT + "P") * 4 + "S"),
     ],
 )
 def test_the_three_priorities_differ_while_decodes_wait(priority, expected):
@@ -40,8 +41,8 @@ def test_without_decodes_every_priority_reads_on(priority):
 def test_a_prompt_waits_no_longer_than_the_starvation_bound(priority):
     scheduler = PrefillScheduler(range(1000), ChunkedPrefillConfig(chunk_size=10, priority=priority))
     scheduler.decode_available = True
-    longest = max(run.count("Y") for run in actions(scheduler, 500).split("P"))
-    assert longest == STARVATION_BOUND[priority]
+    longest = max(run.count("Y") for run in actions(scheduler, 1500).split("P"))
+    assert longest == POLICIES[priority].decode_turns_between_chunks
 
 
 def test_progress_counts_what_was_committed_not_what_was_handed_out():

@@ -7,23 +7,27 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.errors import PromptTooLong
 from penstock.request import Request, SamplingParams, StepResult
+from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
 
 BLOCK = 4
 
 
 def make_scheduler(
-    *, num_blocks=64, chunk_size=8, overlap=0, max_running=4, prefix=True, fits=None, max_context=10_000
+    *,
+    num_blocks=64,
+    chunk_size=8,
+    target=None,
+    cost=None,
+    floor=1,
+    prefix=True,
+    fits=None,
+    **limits,
 ):
     pool = BlockPool(num_blocks)
     return Scheduler(
-        limits=Limits(
-            block_size=BLOCK,
-            max_context=max_context,
-            max_running=max_running,
-            chunk_size=chunk_size,
-            overlap=overlap,
-        ),
+        limits=Limits(**{"block_size": BLOCK, "max_context": 10_000, "max_running": 4} | limits),
+        budget=TokenBudget(ceiling=chunk_size, floor=floor, target_s=target, cost=cost),
         pool=pool,
         prefix=PrefixCache(pool) if prefix else None,
         model_identity="test",

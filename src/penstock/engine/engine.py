@@ -40,6 +40,7 @@ from penstock.request import (
     Token,
     TokenLogprob,
 )
+from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
 
 Event = PrefillProgress | Token | Finished
@@ -86,8 +87,15 @@ class Engine:
                 block_size=config.block_size,
                 max_context=model.max_context,
                 max_running=config.max_running,
-                chunk_size=config.max_chunk_size if config.chunk_size is None else config.chunk_size,
                 overlap=config.overlap,
+                priority=config.priority,
+                max_waiting=config.max_waiting,
+                max_waiting_tokens=config.max_waiting_tokens,
+            ),
+            budget=TokenBudget(
+                ceiling=config.max_chunk_size if config.chunk_size is None else config.chunk_size,
+                floor=config.floor,
+                target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
             ),
             pool=pool,
             prefix=PrefixCache(pool) if config.prefix_cache else None,
@@ -188,8 +196,8 @@ class Engine:
             del self._mailboxes[request_id]
             self.abort(request_id)
 
-    def submit(self, prompt: Prompt, **sampling: Any) -> int:
-        """Queues a request; `step` or `events` brings it forward."""
+    def submit(self, prompt: Prompt, *, priority: int = 0, deadline_s: float | None = None, **sampling: Any) -> int:
+        """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes."""
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
         params = _sampling_params(sampling)
@@ -207,6 +215,8 @@ class Engine:
             arrived_at=time.perf_counter(),
             prompt_is_complete=feed is None,
             rotary=self.model.spec.rotary_variant(num_tokens),
+            priority=priority,
+            deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
         )
         self.scheduler.submit(request)
         self._next_id += 1
@@ -223,14 +233,17 @@ class Engine:
         """Cancels within one chunk; computed blocks stay in the prefix cache, so an equal prompt resumes there."""
         if request_id in self.scheduler.sequences:
             self.scheduler.abort(request_id)
-            self._collect_aborted()
+            self._collect_ended()
 
     def step(self) -> list[Event]:
         """One step for all requests; returns what happened since the last one."""
+        self.scheduler.expire(time.perf_counter())
+        self._collect_ended()
         self._feed_prompts()
         plan = self.scheduler.next_step()
         if plan is None:
-            assert not self.scheduler.has_work, "requests wait and none can run"
+            is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
+            assert not is_stuck, "requests wait and none can run"
             return self._take_events()
         started_at = time.perf_counter()
         try:
@@ -251,7 +264,7 @@ class Engine:
             self._emit(choice.event)
             if choice.finish:
                 self._finish(request_id, choice.finish)
-        self._collect_aborted()
+        self._collect_ended()
         if self.on_step is not None:
             self.on_step(plan, result)
         if not self.scheduler.has_work:
@@ -282,9 +295,10 @@ class Engine:
                 continue
             feed = self._active[sequence.id].feed
             assert feed is not None
-            wanted = max(self.scheduler.limits.chunk_size, self.config.block_size) + 1
+            ceiling = self.scheduler.budget.ceiling
+            wanted = max(ceiling, self.config.block_size) + 1
             num_ahead = len(sequence.tokens) - sequence.num_computed
-            if self.scheduler.limits.chunk_size == 0:
+            if ceiling == 0:
                 wanted = self.scheduler.capacity
             if num_ahead < wanted:
                 try:
@@ -304,7 +318,7 @@ class Engine:
             rows = logits[sequence.id]
             if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
                 self._note_prompt_logprobs(active, sequence.tokens, sequence.num_computed, rows)
-            if chunk.wants_logits and not sequence.abort_requested:
+            if chunk.wants_logits and sequence.abort_reason is None:
                 prompt = sequence.tokens[: sequence.num_prompt_tokens]
                 token, logprob = active.sampler.sample(rows[-1], prompt, active.token_ids)
                 chosen[sequence.id] = self._choice(active, token, logprob, len(sequence.tokens) + 1)
@@ -383,9 +397,9 @@ class Engine:
         events, self._new_events = self._new_events, []
         return events
 
-    def _collect_aborted(self) -> None:
-        for sequence_id in self.scheduler.take_aborted():
-            self._finish(sequence_id, "abort")
+    def _collect_ended(self) -> None:
+        for request_id, reason in self.scheduler.take_ended():
+            self._finish(request_id, reason)
 
     def _finish(self, request_id: int, reason: FinishReason) -> None:
         active = self._active.pop(request_id)

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 from penstock.config import PrefillPriority
 from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, next_chunk, num_chunks
-
-# The most decode turns in a row that a priority grants while prompt chunks wait.
-STARVATION_BOUND = {
-    PrefillPriority.PREFILL_FIRST: 0,
-    PrefillPriority.INTERLEAVED: 1,
-    PrefillPriority.DECODE_PRIORITY: 16,
-}
+from penstock.schedule.budget import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +37,7 @@ class PrefillScheduler:
     def __init__(self, tokens: Sequence[int], config: ChunkedPrefillConfig) -> None:
         self.config = config
         self.decode_available = False
+        self._most_yields = POLICIES[config.priority].decode_turns_between_chunks
         self._tokens = tuple(tokens)
         self._num_computed = 0
         self._num_committed_chunks = 0
@@ -54,7 +49,7 @@ class PrefillScheduler:
             return StartDecode()
         # Interleaving begins with a chunk: the prompt is never behind the decodes.
         begins = self.config.priority is PrefillPriority.INTERLEAVED and not self._num_committed_chunks
-        if self.decode_available and not begins and self._num_yields < STARVATION_BOUND[self.config.priority]:
+        if self.decode_available and not begins and self._num_yields < self._most_yields:
             self._num_yields += 1
             return YieldToDecode()
         start, end = next_chunk(self._num_computed, len(self._tokens), self.config)

@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
-from penstock.errors import PromptTooLong
+from penstock.config import PrefillPriority
+from penstock.errors import PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end
-from penstock.request import Chunk, Request, Sequence, Status, StepPlan, StepResult
+from penstock.request import Chunk, FinishReason, Request, Sequence, Status, StepPlan, StepResult
+from penstock.schedule.budget import POLICIES, StepLoad, TokenBudget
+
+# A prompt is served before a shorter one once this many times its length was read of others while it waited.
+AGEING = 4
+# The rate behind a retry hint until prompts have been read.
+FIRST_GUESS_TOKENS_PER_S = 500.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +25,10 @@ class Limits:
     block_size: int
     max_context: int
     max_running: int
-    chunk_size: int  # prompt tokens of one step; 0: prompts are read whole
     overlap: int = 0
+    priority: PrefillPriority = PrefillPriority.INTERLEAVED
+    max_waiting: int | None = None  # requests in the queue; None: no limit
+    max_waiting_tokens: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,25 +38,55 @@ class _Draft:
     chunk_by_sequence: dict[int, Chunk] = field(default_factory=dict)
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    claimed: set[bytes] = field(default_factory=set)  # hashes of the blocks that the step computes
     num_decodes: int = 0
+    num_prompt_tokens: int = 0
+    token_contexts: int = 0
+    decode_contexts: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunk_by_sequence.values())
+    def load(self) -> StepLoad:
+        return StepLoad(
+            num_tokens=self.num_decodes + self.num_prompt_tokens,
+            token_contexts=self.token_contexts,
+            decode_contexts=self.decode_contexts,
+        )
+
+    def add(self, chunk: Chunk) -> None:
+        self._count(chunk, 1)
+        self.chunk_by_sequence[chunk.sequence_id] = chunk
+
+    def remove(self, sequence_id: int) -> None:
+        if chunk := self.chunk_by_sequence.pop(sequence_id, None):
+            self._count(chunk, -1)
+
+    def _count(self, chunk: Chunk, sign: int) -> None:
+        num_tokens = chunk.end - chunk.start
+        if chunk.is_prompt or num_tokens > 1:
+            self.num_prompt_tokens += sign * num_tokens
+            self.token_contexts += sign * (num_tokens * chunk.start + num_tokens * num_tokens // 2)
+        else:
+            self.num_decodes += sign
+            self.decode_contexts += sign * chunk.end
 
 
 # (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget
 ChunkLimit = Callable[[int, int, int], int]
+# (tokens of the step, longest context, resident tokens) -> bytes of the whole process
 PeakEstimate = Callable[[int, int, int], int]
 
 
 class Scheduler:
-    """First come, first served: a step carries every decode and, within the chunk size, the oldest prompts' chunks."""
+    """Mixed steps of decodes and prompt chunks under one token budget, shared as the priority says.
+
+    Prompts are read shortest remaining first, and age: what was read of others while one waits shortens it.
+    """
 
     def __init__(
         self,
         *,
         limits: Limits,
+        budget: TokenBudget,
         pool: BlockPool,
         prefix: PrefixCache | None,
         model_identity: str,
@@ -55,17 +94,25 @@ class Scheduler:
         peak_estimate: PeakEstimate,
     ) -> None:
         self.limits = limits
+        self.policy = POLICIES[limits.priority]
+        self.budget = budget
         self.pool = pool
         self.prefix = prefix
         self.model_identity = model_identity
         self.chunk_limit = chunk_limit
         self.peak_estimate = peak_estimate
         self.sequences: dict[int, Sequence] = {}
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []  # oldest first
-        self.aborted: list[int] = []  # left since they were last collected
+        self.waiting: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        self.num_preemptions = 0
+        self._ended: list[tuple[int, FinishReason]] = []
         self._plan: StepPlan | None = None
+        self._load = StepLoad()
         self._num_steps = 0
+        self._num_read = 0  # prompt tokens computed so far, of all sequences
+        self._tokens_per_s = FIRST_GUESS_TOKENS_PER_S
+        self._steps_without_decode = 0
+        self._steps_without_prefill = 0
 
     @property
     def capacity(self) -> int:
@@ -76,16 +123,23 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.sequences)
 
+    @property
+    def resident_tokens(self) -> int:
+        return self.pool.high_water * self.limits.block_size
+
+    # --- what may happen between steps ---
+
     def submit(self, request: Request) -> Sequence:
         self.refuse_too_long(len(request.prompt))
+        self._refuse_full_queue(len(request.prompt))
         sequence = Sequence(
             request=request,
             tokens=list(request.prompt),
             num_prompt_tokens=len(request.prompt),
             prompt_is_complete=request.prompt_is_complete,
+            joined_at=self._num_read,
         )
-        self.sequences[sequence.id] = sequence
-        self.waiting.append(sequence)
+        self.sequences[sequence.id] = self.waiting[sequence.id] = sequence
         return sequence
 
     def extend_prompt(self, sequence_id: int, tokens: Tokens[int], *, is_last: bool) -> None:
@@ -97,80 +151,31 @@ class Scheduler:
         sequence.num_prompt_tokens = len(sequence.tokens)
         sequence.prompt_is_complete = is_last
 
-    def abort(self, sequence_id: int) -> None:
+    def abort(self, sequence_id: int, reason: FinishReason = "abort") -> None:
         """Takes effect now, or when the chunk in flight is done. What was computed stays in the prefix cache."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return
-        sequence.abort_requested = True
+        sequence.abort_reason = reason
         if sequence.num_in_flight == 0:
             self._leave(sequence)
-            self.aborted.append(sequence_id)
 
-    def next_step(self) -> StepPlan | None:
-        """The chunks of the next step, in flight from now on; None when nothing can run."""
-        assert self._plan is None, "the last step was neither applied nor failed"
-        draft = _Draft()
-        for sequence in [s for s in self.running if not s.is_prefilling]:
-            if sequence.status is Status.RUNNING:
-                self._schedule(sequence, sequence.num_computed, sequence.num_computed + 1, draft)
-        draft.num_decodes = len(draft.chunk_by_sequence)
-        if not draft.preempted:
-            draft.admitted = self._admit()
-        for sequence in [s for s in self.running if s.is_prefilling]:
-            if sequence.status is Status.RUNNING and (budget := self._prefill_budget(sequence, draft)) >= 1:
-                self._schedule_prompt(sequence, budget, draft)
-        if not draft.chunk_by_sequence:
-            return None
-        self._num_steps += 1
-        chunks = tuple(draft.chunk_by_sequence.values())
-        self._plan = StepPlan(
-            step=self._num_steps,
-            chunks=chunks,
-            admitted=tuple(draft.admitted),
-            preempted=tuple(draft.preempted),
-            waiting=len(self.waiting),
-            token_budget=self.limits.chunk_size,
-            predicted_bytes=self.peak_estimate(
-                draft.num_tokens, max(chunk.end for chunk in chunks), self.resident_tokens
-            ),
-            reason="first come, first served",
-        )
-        return self._plan
+    def expire(self, now: float) -> None:
+        """Ends the requests whose deadline has passed."""
+        for sequence in list(self.sequences.values()):
+            deadline = sequence.request.deadline_at
+            if deadline is not None and now >= deadline:
+                self.abort(sequence.id, "deadline")
 
-    def apply(self, result: StepResult) -> None:
-        """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
-        plan = self._take_plan(result.step)
-        for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
-            sequence.num_computed = chunk.end
-            sequence.num_in_flight = 0
-            self._remember_blocks(sequence)
-            if sequence.abort_requested:
-                self._leave(sequence)
-                self.aborted.append(sequence.id)
-                continue
-            if sequence.id in result.token_by_sequence:
-                sequence.tokens.append(result.token_by_sequence[sequence.id])
-            if sequence.id in result.finished:
-                self._leave(sequence)
+    def pause(self, sequence_id: int, *, is_paused: bool) -> None:
+        """A paused sequence gets no chunks; it keeps its blocks until somebody needs them."""
+        if sequence := self.sequences.get(sequence_id):
+            sequence.is_paused = is_paused
 
-    def fail(self, step: int) -> None:
-        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again."""
-        for chunk in self._take_plan(step).chunks:
-            sequence = self.sequences[chunk.sequence_id]
-            sequence.num_in_flight = 0
-            if sequence.abort_requested:
-                self._leave(sequence)
-                self.aborted.append(sequence.id)
-
-    def take_aborted(self) -> list[int]:
-        aborted, self.aborted = self.aborted, []
-        return aborted
-
-    @property
-    def resident_tokens(self) -> int:
-        return self.pool.high_water * self.limits.block_size
+    def take_ended(self) -> list[tuple[int, FinishReason]]:
+        """Requests that left without a last token since this was last asked, and why."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def check(self) -> None:
         """Integrity of the pool: every block is owned exactly as often as it is counted."""
@@ -188,86 +193,223 @@ class Scheduler:
                 f"{self.capacity}. Shorten it or raise --memory."
             )
 
-    def _admit(self) -> list[int]:
-        admitted: list[int] = []
-        while self.waiting and len(self.running) < self.limits.max_running and self.pool.num_available > 0:
-            sequence = self.waiting[0]
-            if sequence.num_known == 0:
-                break
-            del self.waiting[0]
-            sequence.status = Status.RUNNING
-            self.running.append(sequence)
-            self.running.sort(key=lambda s: s.id)
-            admitted.append(sequence.id)
-        return admitted
+    # --- a step: plan, run, commit ---
 
-    def _prefill_budget(self, sequence: Sequence, draft: _Draft) -> int:
-        """Tokens left for this prompt by the chunk size and by the memory budget."""
-        num_prefill = draft.num_tokens - draft.num_decodes
-        wanted = sequence.num_known if self.limits.chunk_size == 0 else self.limits.chunk_size - num_prefill
+    def next_step(self) -> StepPlan | None:
+        """The chunks of the next step, in flight from now on; None when nothing can run."""
+        assert self._plan is None, "the last step was neither applied nor failed"
+        draft = _Draft()
+        decodes = [s for s in self.running.values() if not s.is_prefilling and not s.is_paused]
+        prompts = self._prompts_in_order()
+        policy = self.policy
+        is_overdue = self._steps_without_decode >= policy.most_steps_without_decode
+        if policy.decodes_beside_prompts or not prompts or is_overdue:
+            self._schedule_decodes(decodes, draft)
+        if prompts and not draft.preempted:
+            self._schedule_prompts(prompts, bool(decodes), draft)
+        if decodes and not draft.chunk_by_sequence:
+            self._schedule_decodes(decodes, draft)  # every prompt waits for something else
+        self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
+        self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
+        self._num_steps += 1
+        return self._commit_to(draft) if draft.chunk_by_sequence else None
+
+    def apply(self, result: StepResult) -> None:
+        """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
+        plan = self._take_plan(result.step)
+        self._observe(plan, result.elapsed_s)
+        for chunk in plan.chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            if chunk.is_prompt:
+                num_new = chunk.end - sequence.num_computed
+                sequence.num_read += num_new
+                self._num_read += num_new
+            sequence.num_computed = chunk.end
+            sequence.num_in_flight = 0
+            if self.prefix is not None and chunk.end // self.limits.block_size > sequence.num_remembered:
+                self._remember_blocks(sequence)
+            if sequence.abort_reason is not None:
+                self._leave(sequence)
+                continue
+            token = result.token_by_sequence.get(sequence.id)
+            if token is not None:
+                sequence.tokens.append(token)
+            if sequence.id in result.finished:
+                self._leave(sequence)
+
+    def fail(self, step: int) -> None:
+        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again."""
+        for chunk in self._take_plan(step).chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            sequence.num_in_flight = 0
+            if sequence.abort_reason is not None:
+                self._leave(sequence)
+
+    def _commit_to(self, draft: _Draft) -> StepPlan:
+        self._load = draft.load
+        chunks = tuple(draft.chunk_by_sequence.values())
+        self._plan = StepPlan(
+            step=self._num_steps,
+            chunks=chunks,
+            admitted=tuple(draft.admitted),
+            preempted=tuple(draft.preempted),
+            waiting=len(self.waiting),
+            token_budget=self.budget.ceiling,
+            predicted_s=self.budget.predict(self._load),
+            predicted_bytes=self.peak_estimate(
+                self._load.num_tokens, max(chunk.end for chunk in chunks), self.resident_tokens
+            ),
+            reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes and {draft.num_prompt_tokens} of prompts",
+        )
+        return self._plan
+
+    # --- who is served ---
+
+    def _prompts_in_order(self) -> list[Sequence]:
+        """Prompts with tokens to compute: by priority, then shortest remaining, aged by what others were given."""
+        prompts = [s for s in self.running.values() if s.is_prefilling and not s.is_paused]
+        prompts += [s for s in self.waiting.values() if not s.is_paused]
+        ready = [s for s in prompts if s.num_computed < s.num_known]
+        return sorted(ready, key=self._rank) if len(ready) > 1 else ready
+
+    def _rank(self, sequence: Sequence) -> tuple[int, float, int]:
+        # The length of a stream is unknown: it counts as long as it may become.
+        length = sequence.num_prompt_tokens if sequence.prompt_is_complete else self.capacity
+        num_read_of_others = self._num_read - sequence.joined_at - sequence.num_read
+        return (sequence.request.priority, length - sequence.num_computed - AGEING * num_read_of_others, sequence.id)
+
+    def _schedule_decodes(self, decodes: list[Sequence], draft: _Draft) -> None:
+        for sequence in decodes:
+            if sequence.status is Status.RUNNING and sequence.num_in_flight == 0:
+                self._schedule(sequence, sequence.num_computed, sequence.num_computed + 1, draft)
+
+    def _schedule_prompts(self, prompts: list[Sequence], has_decodes: bool, draft: _Draft) -> None:
+        for sequence in prompts:
+            if sequence.status is Status.FINISHED or sequence.id in draft.preempted:
+                continue
+            if sequence.status is Status.WAITING:
+                # Only what runs holds blocks, so that what holds blocks can be preempted.
+                if self._prompt_budget(sequence, has_decodes, draft) < 1:
+                    break
+                if not self._admit(sequence, draft):
+                    continue
+            self._take_prefix_hits(sequence)
+            if self._waits_for_neighbour(sequence, draft):
+                continue
+            num_tokens = self._prompt_budget(sequence, has_decodes, draft)
+            if num_tokens < 1:
+                break
+            start = self._overlapped_start(sequence)
+            # The overlap is part of the chunk, but a chunk always reaches new tokens.
+            num_tokens = max(num_tokens, sequence.num_computed - start + 1)
+            end = chunk_end(start, num_tokens, Stops(end=sequence.num_known)).position
+            self._schedule(sequence, start, end, draft)
+
+    def _prompt_budget(self, sequence: Sequence, has_decodes: bool, draft: _Draft) -> int:
+        """Tokens left for this prompt by the token budget, the latency target and the memory."""
+        wanted = sequence.num_known - sequence.num_computed + self.limits.overlap
+        if self.budget.ceiling:
+            wanted = min(wanted, self.budget.ceiling - draft.num_prompt_tokens)
+        if has_decodes and self.policy.decodes_beside_prompts:
+            wanted = self._shared_with_decodes(sequence, wanted, draft)
         if wanted < 1:
             return 0
-        allowed = self.chunk_limit(sequence.num_computed, self.resident_tokens, wanted + draft.num_tokens)
+        num_scheduled = draft.num_decodes + draft.num_prompt_tokens
+        allowed = self.chunk_limit(sequence.num_computed, self.resident_tokens, wanted + num_scheduled)
         # One token always advances: the pool was sized so that the smallest chunk fits.
-        return max(allowed - draft.num_tokens, 0 if draft.chunk_by_sequence else 1)
+        return max(allowed - num_scheduled, 0 if draft.chunk_by_sequence else 1)
 
-    def _schedule_prompt(self, sequence: Sequence, budget: int, draft: _Draft) -> None:
-        self._take_prefix_hits(sequence)
-        if sequence.num_computed >= sequence.num_known:
-            return
-        start = self._overlapped_start(sequence)
-        # The overlap is part of the chunk, but a chunk always reaches new tokens.
-        budget = max(budget, sequence.num_computed - start + 1)
-        end = chunk_end(start, budget, Stops(end=sequence.num_known)).position
-        self._schedule(sequence, start, end, draft)
+    def _shared_with_decodes(self, sequence: Sequence, wanted: int, draft: _Draft) -> int:
+        policy, budget = self.policy, self.budget
+        allowed = 0
+        if budget.target_s is not None or policy.fills_without_target:
+            allowed = budget.allowance(draft.load, sequence.num_computed, wanted)
+        is_overdue = self._steps_without_prefill >= policy.most_steps_without_prefill
+        is_first = draft.num_prompt_tokens == 0
+        if is_first and (policy.has_floor or is_overdue):
+            allowed = max(allowed, min(wanted, budget.floor))
+        return allowed
+
+    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
+        if len(self.running) >= self.limits.max_running or self.pool.num_available == 0:
+            return False
+        del self.waiting[sequence.id]
+        self.running[sequence.id] = sequence
+        sequence.status = Status.RUNNING
+        draft.admitted.append(sequence.id)
+        return True
 
     def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        if not self._allocate(sequence, end, draft):
+        if len(sequence.block_ids) * self.limits.block_size < end and not self._allocate(sequence, end, draft):
             return
         sequence.num_in_flight = end - sequence.num_computed
-        wants_logits = sequence.prompt_is_complete and end == len(sequence.tokens)
-        draft.chunk_by_sequence[sequence.id] = Chunk(
+        chunk = Chunk(
             sequence_id=sequence.id,
             start=start,
             end=end,
-            wants_logits=wants_logits,
+            wants_logits=sequence.prompt_is_complete and end == len(sequence.tokens),
             num_cached=sequence.num_cached,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
         )
+        draft.add(chunk)
+        if self.prefix is not None and chunk.is_prompt:
+            self._claim(sequence, start, end, draft)
+
+    # --- blocks and prefixes ---
 
     def _overlapped_start(self, sequence: Sequence) -> int:
         """Goes back over tokens this sequence computed itself, never into a block that another shares."""
+        block_size = self.limits.block_size
         start = max(0, sequence.num_cached, sequence.num_computed - self.limits.overlap)
-        for index in range(sequence.num_computed // self.limits.block_size, start // self.limits.block_size - 1, -1):
+        for index in range(sequence.num_computed // block_size, start // block_size - 1, -1):
             if index < len(sequence.block_ids) and self.pool.holders(sequence.block_ids[index]) > 1:
-                return max(start, (index + 1) * self.limits.block_size)
+                return max(start, (index + 1) * block_size)
         return min(start, sequence.num_computed)
 
     def _take_prefix_hits(self, sequence: Sequence) -> None:
-        """While the sequence stands on a block border and somebody computed its next block, takes that block."""
-        if self.prefix is None or sequence.request.sampling.prompt_logprobs is not None:
+        """While the sequence stands on a block border and its next block has been computed, takes that block."""
+        if not self._may_share(sequence):
             return
         block_size = self.limits.block_size
         # At least one prompt token is computed, because its logits are wanted.
         last = (sequence.num_known - 1 if sequence.prompt_is_complete else sequence.num_known) // block_size
         while sequence.num_computed == len(sequence.block_ids) * block_size and len(sequence.block_ids) < last:
             index = len(sequence.block_ids)
-            block = self.prefix.take(self._block_hash(sequence, index))
+            block = self.prefix.take(self._block_hash(sequence, index)) if self.prefix is not None else None
             if block is None:
                 return
             sequence.block_ids.append(block)
             sequence.num_computed += block_size
             sequence.num_cached += block_size
-            self.prefix.num_hit_tokens += block_size
+            if self.prefix is not None:
+                self.prefix.num_hit_tokens += block_size
+
+    def _waits_for_neighbour(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Whether a chunk already in this step computes the sequence's next block: it will be a hit next time."""
+        block_size = self.limits.block_size
+        index = sequence.num_computed // block_size
+        is_on_border = sequence.num_computed == len(sequence.block_ids) * block_size
+        if not draft.claimed or not is_on_border or not self._may_share(sequence):
+            return False
+        is_whole = (index + 1) * block_size < sequence.num_known
+        return is_whole and self._block_hash(sequence, index) in draft.claimed
+
+    def _claim(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
+        """The blocks that a prompt chunk computes, the last of them perhaps in part."""
+        block_size = self.limits.block_size
+        last = min(end, sequence.num_known - block_size) // block_size
+        for index in range(start // block_size, last + 1):
+            draft.claimed.add(self._block_hash(sequence, index))
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return self.prefix is not None and sequence.request.sampling.prompt_logprobs is None
 
     def _remember_blocks(self, sequence: Sequence) -> None:
-        if self.prefix is None:
-            return
-        for index in range(len(sequence.block_hashes), sequence.num_computed // self.limits.block_size):
-            self._block_hash(sequence, index)
-        first_new = sequence.num_cached // self.limits.block_size
-        for index in range(first_new, sequence.num_computed // self.limits.block_size):
-            self.prefix.put(sequence.block_hashes[index], sequence.block_ids[index])
+        assert self.prefix is not None
+        num_whole = sequence.num_computed // self.limits.block_size
+        for index in range(max(sequence.num_remembered, sequence.num_cached // self.limits.block_size), num_whole):
+            self.prefix.put(self._block_hash(sequence, index), sequence.block_ids[index])
+        sequence.num_remembered = num_whole
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         """The chained hash of block `index`, extending the sequence's own list of them."""
@@ -279,14 +421,14 @@ class Scheduler:
         return hashes[index]
 
     def _allocate(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
-        """Blocks for `num_tokens`, taken from the youngest when none is left. False: this one was the youngest."""
+        """Blocks for `num_tokens`, taken from the last in rank when none is left. False: this one was the last."""
         while len(sequence.block_ids) * self.limits.block_size < num_tokens:
             after = sequence.block_ids[-1] if sequence.block_ids else None
             block = self.pool.allocate(after=after)
             if block is not None:
                 sequence.block_ids.append(block)
                 continue
-            victim = max(self.running, key=lambda s: s.id)
+            victim = max(self.running.values(), key=lambda s: (s.is_paused, s.request.priority, s.id))
             self._preempt(victim, draft)
             if victim is sequence:
                 return False
@@ -294,25 +436,54 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""
-        draft.chunk_by_sequence.pop(sequence.id, None)
+        draft.remove(sequence.id)
         draft.preempted.append(sequence.id)
+        self.num_preemptions += 1
+        self._give_blocks_back(sequence)
+        sequence.num_in_flight = 0
+        sequence.status = Status.WAITING
+        del self.running[sequence.id]
+        self.waiting[sequence.id] = sequence
+
+    def _give_blocks_back(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed = sequence.num_in_flight = sequence.num_cached = 0
-        sequence.status = Status.WAITING
-        self.running.remove(sequence)
-        self.waiting.append(sequence)
-        self.waiting.sort(key=lambda s: s.id)
+        sequence.num_computed = sequence.num_cached = sequence.num_remembered = 0
 
     def _leave(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.status = Status.FINISHED
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+        (self.running if sequence.id in self.running else self.waiting).pop(sequence.id)
         del self.sequences[sequence.id]
+        if sequence.abort_reason is not None:
+            self._ended.append((sequence.id, sequence.abort_reason))
+
+    # --- limits and costs ---
+
+    def _refuse_full_queue(self, num_tokens: int) -> None:
+        limits = self.limits
+        queued = sum(s.num_prompt_tokens for s in self.waiting.values())
+        unread = sum(max(0, s.num_prompt_tokens - s.num_computed) for s in self.sequences.values())
+        retry_after_s = max(1.0, unread / self._tokens_per_s)
+        if limits.max_waiting is not None and len(self.waiting) >= limits.max_waiting:
+            raise QueueFull(
+                f"{len(self.waiting)} requests wait, the limit is {limits.max_waiting}. "
+                f"Try again in {retry_after_s:.0f} s.",
+                retry_after_s=retry_after_s,
+            )
+        if limits.max_waiting_tokens is not None and self.waiting and queued + num_tokens > limits.max_waiting_tokens:
+            raise QueueFull(
+                f"{queued} prompt tokens wait and this prompt has {num_tokens}, the limit is "
+                f"{limits.max_waiting_tokens}. Try again in {retry_after_s:.0f} s.",
+                retry_after_s=retry_after_s,
+            )
+
+    def _observe(self, plan: StepPlan, elapsed_s: float) -> None:
+        self.budget.observe(self._load, elapsed_s)
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.is_prompt)
+        if num_prompt_tokens and elapsed_s > 0:
+            self._tokens_per_s += 0.1 * (num_prompt_tokens / elapsed_s - self._tokens_per_s)
 
     def _take_plan(self, step: int) -> StepPlan:
         plan, self._plan = self._plan, None
