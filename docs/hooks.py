@@ -17,7 +17,7 @@ import typer
 
 from penstock.cli.main import app
 from penstock.config import CONFIG_FILE, EngineConfig
-from penstock.models.gguf import ARCHITECTURES
+from penstock.models.gguf_translation import ARCHITECTURES
 from penstock.models.spec import FAMILIES
 from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
 

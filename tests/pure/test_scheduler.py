@@ -5,9 +5,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
-from penstock.errors import PromptTooLong
+from penstock.config import PrefillPriority
+from penstock.errors import PromptTooLong, QueueFull
 from penstock.request import Request, SamplingParams, StepResult
-from penstock.schedule.budget import TokenBudget
+from penstock.schedule.budget import POLICIES, StepCost, TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
 
 BLOCK = 4
@@ -60,7 +61,13 @@ def run_step(scheduler, lengths, outputs):
             if len(outputs[sequence.id]) == lengths[sequence.id]:
                 finished[sequence.id] = "length"
     scheduler.apply(
-        StepResult(step=plan.step, token_by_sequence=tokens, finished=finished, elapsed_s=0.0, peak_bytes=0)
+        StepResult(
+            step=plan.step,
+            token_by_sequence=tokens,
+            finished=finished,
+            elapsed_s=plan.predicted_s,
+            peak_bytes=0,
+        )
     )
     return plan
 
@@ -75,17 +82,37 @@ def expected_output(prompt, length):
 class SchedulerMachine(RuleBasedStateMachine):
     """Submits, aborts and failed steps over a tiny pool: every request ends with what it gives alone."""
 
+    priority = PrefillPriority.INTERLEAVED
+    target = None
+
     def __init__(self):
         super().__init__()
-        self.scheduler = make_scheduler(num_blocks=12, chunk_size=7, overlap=2)
+        cost = StepCost((0.001, 0.001, 1e-6, 1e-6))
+        self.scheduler = make_scheduler(
+            num_blocks=12, chunk_size=7, overlap=2, priority=self.priority, target=self.target, cost=cost
+        )
         self.prompts, self.lengths, self.outputs, self.aborted = {}, {}, {}, set()
 
-    @rule(seed=st.integers(0, 3), length=st.integers(1, 30), num_generated=st.integers(1, 9))
-    def submit(self, seed, length, num_generated):
+    @rule(
+        seed=st.integers(0, 3),
+        length=st.integers(1, 30),
+        num_generated=st.integers(1, 9),
+        priority=st.integers(0, 2),
+    )
+    def submit(self, seed, length, num_generated, priority):
         request_id = len(self.prompts)
         self.prompts[request_id] = [seed * 100 + i for i in range(length)]
         self.lengths[request_id] = num_generated
-        self.scheduler.submit(make_request(request_id, self.prompts[request_id]))
+        self.scheduler.submit(make_request(request_id, self.prompts[request_id], priority=priority))
+
+    @precondition(lambda self: self.scheduler.sequences)
+    @rule(data=st.data())
+    def pause_and_go_on(self, data):
+        """A slow reader: its sequence rests for a step, and may lose its blocks to others."""
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.sequences)))
+        self.scheduler.pause(request_id, is_paused=True)
+        run_step(self.scheduler, self.lengths, self.outputs)
+        self.scheduler.pause(request_id, is_paused=False)
 
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data())
@@ -135,8 +162,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.outputs[request_id] == expected
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def machine_of(priority, target):
+    machine = type("Machine", (SchedulerMachine,), {"priority": priority, "target": target})
+    case = machine.TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    return case
+
+
+TestInterleaved = machine_of(PrefillPriority.INTERLEAVED, None)
+TestInterleavedUnderATarget = machine_of(PrefillPriority.INTERLEAVED, 0.006)
+TestPrefillFirst = machine_of(PrefillPriority.PREFILL_FIRST, None)
+TestDecodePriority = machine_of(PrefillPriority.DECODE_PRIORITY, None)
+TestDecodePriorityUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006)
 
 
 def run_all(scheduler, lengths):
@@ -273,3 +310,189 @@ def test_the_youngest_is_preempted_and_still_gives_the_same_answer():
     assert all(0 not in plan.preempted for plan in plans)
     for request_id in range(3):
         assert outputs[request_id] == expected_output([request_id * 50 + i for i in range(16)], 12)
+
+
+FOREVER = 10**6
+COST = (0.004, 2e-5, 5e-10, 4e-9)
+
+
+def with_decodes(num_decodes, **values):
+    """A scheduler in which that many sequences decode and nothing else waits."""
+    scheduler = make_scheduler(num_blocks=16_384, max_running=64, max_context=60_000, **{"chunk_size": 64} | values)
+    for request_id in range(num_decodes):
+        scheduler.submit(make_request(request_id, [request_id] * 5))
+    lengths = dict.fromkeys(range(1000), FOREVER)
+    outputs = {}
+    while any(sequence.is_prefilling for sequence in scheduler.sequences.values()):
+        run_step(scheduler, lengths, outputs)
+    return scheduler, lengths, outputs
+
+
+def shares(plans):
+    """(decodes, prompt tokens) of each step."""
+    return [
+        (sum(not c.is_prompt for c in plan.chunks), sum(c.num_tokens for c in plan.chunks if c.is_prompt))
+        for plan in plans
+    ]
+
+
+def test_prefill_first_reads_all_prompts_before_any_decode():
+    scheduler, lengths, outputs = with_decodes(3, priority=PrefillPriority.PREFILL_FIRST)
+    scheduler.submit(make_request(10, range(64 * 5)))
+    plans = [run_step(scheduler, lengths, outputs) for _ in range(7)]
+    assert shares(plans) == [(0, 64)] * 5 + [(4, 0)] * 2
+
+
+def test_prefill_first_lets_decodes_wait_no_longer_than_its_bound():
+    scheduler, lengths, outputs = with_decodes(2, priority=PrefillPriority.PREFILL_FIRST, chunk_size=4)
+    scheduler.submit(make_request(10, range(4 * 900)))
+    waits, wait = [], 0
+    for num_decodes, _ in shares(run_step(scheduler, lengths, outputs) for _ in range(800)):
+        wait = 0 if num_decodes else wait + 1
+        waits.append(wait)
+    assert max(waits) == POLICIES[PrefillPriority.PREFILL_FIRST].most_steps_without_decode
+
+
+def test_interleaved_carries_every_decode_and_a_chunk_in_every_step():
+    scheduler, lengths, outputs = with_decodes(5)
+    scheduler.submit(make_request(10, range(64 * 4)))
+    assert shares(run_step(scheduler, lengths, outputs) for _ in range(4)) == [(5, 64)] * 4
+
+
+def test_interleaved_sizes_the_chunk_by_the_target_but_never_below_the_floor():
+    cost = StepCost(COST)
+    cost.relative_error = 0.0
+    scheduler, lengths, outputs = with_decodes(5, chunk_size=4096, target=0.02, cost=cost, floor=16)
+    scheduler.submit(make_request(10, range(50_000)))
+    plans = [run_step(scheduler, lengths, outputs) for _ in range(60)]
+    sizes = [num_tokens for _, num_tokens in shares(plans)]
+    assert all(plan.predicted_s <= 0.02 for plan in plans)
+    assert sizes[0] > 600
+    assert sizes[-1] < sizes[0]
+    scheduler.budget.target_s = 1e-6
+    assert shares([run_step(scheduler, lengths, outputs)]) == [(5, 16)]
+
+
+def test_decode_priority_without_a_target_waits_for_the_decodes_up_to_its_bound():
+    scheduler, lengths, outputs = with_decodes(3, priority=PrefillPriority.DECODE_PRIORITY, floor=16)
+    scheduler.submit(make_request(10, range(640)))
+    bound = POLICIES[PrefillPriority.DECODE_PRIORITY].most_steps_without_prefill
+    found = shares(run_step(scheduler, lengths, outputs) for _ in range(2 * bound + 2))
+    assert found == ([(3, 0)] * bound + [(3, 16)]) * 2
+    for request_id in range(3):
+        scheduler.abort(request_id)
+    assert shares([run_step(scheduler, lengths, outputs)]) == [(0, 64)]
+
+
+def test_decode_priority_gives_prompts_what_the_target_leaves_which_may_be_nothing():
+    cost = StepCost(COST)
+    cost.relative_error = 0.0
+    scheduler, lengths, outputs = with_decodes(
+        4, priority=PrefillPriority.DECODE_PRIORITY, chunk_size=4096, target=0.02, cost=cost
+    )
+    scheduler.submit(make_request(10, range(30_000)))
+    assert shares([run_step(scheduler, lengths, outputs)])[0][1] > 500
+    scheduler.budget.target_s = 0.0041
+    assert shares([run_step(scheduler, lengths, outputs)]) == [(4, 0)]
+
+
+@pytest.mark.parametrize("priority", list(PrefillPriority))
+def test_a_short_question_is_not_stuck_behind_a_long_document(priority):
+    scheduler = make_scheduler(num_blocks=20_000, chunk_size=64, max_context=80_000, priority=priority)
+    scheduler.submit(make_request(0, range(70_000)))
+    lengths, outputs = {0: 1, 1: 5}, {}
+    for _ in range(10):
+        run_step(scheduler, lengths, outputs)
+    scheduler.submit(make_request(1, range(90_000, 90_200)))
+    plans = [run_step(scheduler, lengths, outputs) for _ in range(3)]
+    assert any(chunk.sequence_id == 1 for plan in plans for chunk in plan.chunks)
+
+
+def test_a_long_document_is_not_starved_by_a_flood_of_short_questions():
+    """Twice as many prompt tokens arrive as can be read; the document still ends, after a bounded wait."""
+    scheduler = make_scheduler(num_blocks=20_000, chunk_size=64, max_context=80_000, max_running=500)
+    num_tokens = 6400
+    scheduler.submit(make_request(0, range(num_tokens)))
+    lengths, outputs = dict.fromkeys(range(10_000), 1), {}
+    num_steps = 0
+    while 0 not in outputs:
+        num_steps += 1
+        scheduler.submit(make_request(num_steps, [num_steps * 7 + i for i in range(128)]))
+        run_step(scheduler, lengths, outputs)
+        assert num_steps < 4 * num_tokens / 64, "the document starves"
+    assert num_steps > num_tokens / 64, "the questions never went first"
+
+
+def test_a_request_of_higher_priority_goes_first():
+    scheduler = make_scheduler(chunk_size=8)
+    scheduler.submit(make_request(0, range(16), priority=5))
+    scheduler.submit(make_request(1, range(100, 132), priority=-1))
+    plan = run_step(scheduler, {0: 1, 1: 1}, {})
+    assert [chunk.sequence_id for chunk in plan.chunks] == [1]
+
+
+def test_equal_prompts_in_flight_are_computed_once():
+    scheduler = make_scheduler(num_blocks=256, chunk_size=16, max_running=8)
+    for request_id in range(4):
+        scheduler.submit(make_request(request_id, range(203)))
+    outputs, plans = run_all(scheduler, dict.fromkeys(range(4), 2))
+    num_computed = sum(chunk.num_tokens for plan in plans for chunk in plan.chunks if chunk.is_prompt)
+    assert num_computed <= 203 + 3 * (BLOCK + 3)
+    assert all(outputs[request_id] == expected_output(range(203), 2) for request_id in range(4))
+
+
+def test_a_follower_takes_over_when_its_leader_is_aborted():
+    scheduler = make_scheduler(num_blocks=256, chunk_size=16)
+    for request_id in range(2):
+        scheduler.submit(make_request(request_id, range(200)))
+    lengths, outputs = {0: 1, 1: 2}, {}
+    for _ in range(5):
+        run_step(scheduler, lengths, outputs)
+    held = set(scheduler.sequences[1].block_ids)
+    assert held <= set(scheduler.sequences[0].block_ids)  # no block of its own
+    scheduler.abort(0)
+    rest, plans = run_all(scheduler, lengths)
+    assert rest[1] == expected_output(range(200), 2)
+    assert chunk_bounds(plans, 1)[0][0] >= 64
+
+
+def test_a_full_queue_refuses_with_a_hint():
+    scheduler = make_scheduler(max_running=1, max_waiting=2, max_waiting_tokens=100)
+    scheduler.submit(make_request(0, range(60)))
+    run_step(scheduler, {0: 1}, {})
+    scheduler.submit(make_request(1, range(60)))
+    with pytest.raises(QueueFull, match="100") as refused:
+        scheduler.submit(make_request(2, range(60)))
+    assert refused.value.retry_after_s >= 1
+    scheduler.submit(make_request(3, range(5)))
+    with pytest.raises(QueueFull, match="limit is 2"):
+        scheduler.submit(make_request(4, range(5)))
+    assert set(scheduler.sequences) == {0, 1, 3}
+
+
+def test_a_request_ends_when_its_deadline_passes():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(0, range(40), deadline_at=10.0))
+    scheduler.submit(make_request(1, range(100, 140)))
+    run_step(scheduler, {0: 1, 1: 1}, {})
+    scheduler.expire(9.9)
+    assert 0 in scheduler.sequences
+    scheduler.expire(10.0)
+    assert scheduler.take_ended() == [(0, "deadline")]
+    assert list(scheduler.sequences) == [1]
+
+
+def test_a_paused_sequence_rests_and_is_the_first_to_lose_its_blocks():
+    scheduler = make_scheduler(num_blocks=12, chunk_size=16)
+    scheduler.submit(make_request(0, range(20)))
+    outputs, lengths = {}, {0: 3, 1: 3}
+    run_step(scheduler, lengths, outputs)
+    scheduler.pause(0, is_paused=True)
+    scheduler.submit(make_request(1, range(100, 140)))
+    while 1 in scheduler.sequences:
+        plan = run_step(scheduler, lengths, outputs)
+        assert all(chunk.sequence_id == 1 for chunk in plan.chunks)
+    scheduler.pause(0, is_paused=False)
+    while scheduler.has_work:
+        run_step(scheduler, lengths, outputs)
+    assert outputs[0] == expected_output(range(20), 3)
