@@ -22,7 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_
 
 from penstock.errors import InvalidModelFile, PenstockError, UnsupportedModel
 from penstock.models import weights
-from penstock.models.files import resolve
+from penstock.models.files import gguf_dtype, resolve
 from penstock.models.gguf import read_gguf
 from penstock.models.gguf_translation import hf_config
 from penstock.models.weights import GgufWeights, SafetensorsWeights, open_weights
@@ -238,7 +238,7 @@ def test_every_quantised_type_equals_the_reference(tmp_path, quant):
     assert expected.isfinite().all()
     assert source.shape(name) == (37, 512)
     assert source.quantization == quant.name
-    assert resolve(str(tmp_path / "one.gguf")).config["dtype"] == ("float32" if quant == Quant.F32 else "bfloat16")
+    assert gguf_dtype(read_gguf(tmp_path / "one.gguf")) == ("float32" if quant == Quant.F32 else "bfloat16")
     for dtype in (torch.float32, torch.bfloat16):
         destination = torch.full((37, 512), torch.nan, dtype=dtype)
         source.copy_into(destination, name)
@@ -506,7 +506,7 @@ def test_the_default_models_rotary_rows_are_put_back_as_transformers_does():
 
 LOAD = """
 import sys, torch
-from penstock.models.files import resolve
+from penstock.models.files import gguf_dtype, resolve
 from penstock.models.weights import open_weights
 source = open_weights(resolve("smollm2"))
 destinations = {name: torch.zeros(source.shape(name), dtype=torch.bfloat16).add_(1) for name in source.names}

@@ -92,7 +92,7 @@ def _from_gguf(model: str, path: Path) -> ModelFiles:
     from penstock.models.gguf_translation import hf_config
 
     gguf = read_gguf(path)
-    config = {**hf_config(gguf), "dtype": _gguf_dtype(gguf)}
+    config = {**hf_config(gguf), "dtype": gguf_dtype(gguf)}
     end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = {gguf.metadata.get(f"tokenizer.ggml.{key}") for key in end_keys}
     eos_ids = sorted(token for token in ends if type(token) is int)
@@ -107,7 +107,7 @@ def _from_gguf(model: str, path: Path) -> ModelFiles:
     )
 
 
-def _gguf_dtype(gguf: GgufFile) -> str:
+def gguf_dtype(gguf: GgufFile) -> str:
     """float32 where that is how most values are stored; quantized and half-width ones are computed in bfloat16."""
     num_values: Counter[str] = Counter()
     for tensor in gguf.tensors.values():
