@@ -9,19 +9,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig, PrefillPriority
+    from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.engine import Engine
     from penstock.engine.planning import plan
     from penstock.errors import PenstockError
     from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, create_prefill_chunks
     from penstock.plan.memory import MemoryModel, ModelShape, PrefillMemoryEstimate, peak_memory_estimate
-    from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
+    from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
     from penstock.schedule.prefill import Prefill, PrefillScheduler, StartDecode, YieldToDecode
 
 # Public names and the rooms they live in; imported when first used, so that `import penstock` stays light.
 _HOME = {
+    "AsyncEngine": "engine.async_engine",
     "ChunkedPrefillConfig": "plan.chunks",
     "Engine": "engine.engine",
     "EngineConfig": "config",
+    "Failed": "request",
     "Finished": "request",
     "MemoryModel": "plan.memory",
     "ModelShape": "plan.memory",

@@ -49,5 +49,11 @@ class QueueFull(PenstockError):
         self.retry_after_s = retry_after_s
 
 
+class EngineClosed(PenstockError):
+    """The engine is shutting down or was closed."""
+
+    status = 503
+
+
 class UnknownLane(PenstockError):
     """The lane that was asked for does not exist or cannot run this model."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from penstock.errors import InvalidSetting
+from penstock.errors import InvalidSetting, PenstockError
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
 
@@ -220,6 +220,14 @@ class Output:
     def decode_tokens_per_s(self) -> float:
         num_steps = len(self.token_ids) - 1
         return num_steps / self.decode_s if num_steps > 0 and self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request's own prompt could not be read to its end; other requests go on."""
+
+    request_id: int
+    error: PenstockError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.runner import Runner
 from penstock.engine.sampler import Sampler, token_logprob
 from penstock.engine.stopping import StopText
-from penstock.errors import InvalidPrompt, InvalidSetting
+from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError
 from penstock.lanes.lane import LaneFacts
 from penstock.plan.machine import peak_resident_bytes, resident_bytes
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
@@ -29,6 +29,7 @@ from penstock.prompt.tokens import Detokenizer
 from penstock.request import (
     Chunk,
     ChunkRecord,
+    Failed,
     Finished,
     FinishReason,
     Output,
@@ -43,7 +44,7 @@ from penstock.request import (
 from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
 
-Event = PrefillProgress | Token | Finished
+Event = PrefillProgress | Token | Failed | Finished
 # A text, token ids, chat messages, or a feed that is still being read.
 Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
 
@@ -170,6 +171,8 @@ class Engine:
                 ids.append(self.submit(prompt, **sampling))  # noqa: PERF401 - a refusal must find the earlier ones
             while len(outputs) < len(ids):
                 for event in self.step():
+                    if isinstance(event, Failed) and event.request_id in ids:
+                        raise event.error
                     if isinstance(event, Finished):
                         outputs[event.request_id] = event.output
         finally:
@@ -188,6 +191,8 @@ class Engine:
             while True:
                 while mailbox:
                     event = mailbox.popleft()
+                    if isinstance(event, Failed):
+                        raise event.error
                     yield event
                     if isinstance(event, Finished):
                         return
@@ -306,9 +311,9 @@ class Engine:
                     if is_last and not feed.num_given:
                         raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
                     self.scheduler.extend_prompt(sequence.id, tokens, is_last=is_last)
-                except BaseException:
+                except PenstockError as error:
+                    self._emit(Failed(request_id=sequence.id, error=error))
                     self.abort(sequence.id)
-                    raise
 
     def _choose_tokens(self, plan: StepPlan, logits: Mapping[int, torch.Tensor]) -> dict[int, _Choice]:
         chosen: dict[int, _Choice] = {}

@@ -1,0 +1,139 @@
+"""Many tasks, one step loop: cancellation, back-pressure, shutdown."""
+
+import asyncio
+
+import pytest
+from tiny_models import prompt
+
+from penstock.engine.async_engine import MOST_UNREAD, AsyncEngine
+from penstock.errors import EngineClosed, InvalidPrompt
+from penstock.prompt.source import TextPart
+from penstock.request import Finished, PrefillProgress, Token
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, timeout=60))
+
+
+def test_many_tasks_get_what_each_gets_alone(load):
+    prompts = [prompt(40 + seed, seed=seed) for seed in range(8)]
+    alone = [load(chunk_size=0).generate(tokens, max_tokens=10, ignore_eos=True).token_ids for tokens in prompts]
+
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16))
+        outputs = await asyncio.gather(*(engine.generate(p, max_tokens=10, ignore_eos=True) for p in prompts))
+        await engine.close()
+        return [output.token_ids for output in outputs]
+
+    assert run(scenario()) == alone
+
+
+def test_a_stream_gives_progress_tokens_and_the_end(load):
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16))
+        kinds = [type(event) async for event in engine.stream(prompt(40), max_tokens=3, ignore_eos=True)]
+        await engine.close()
+        return kinds
+
+    assert run(scenario()) == [PrefillProgress] * 3 + [Token] * 3 + [Finished]
+
+
+@pytest.mark.parametrize("way", ["leave", "cancel"])
+def test_leaving_or_cancelling_ends_the_request_and_frees_its_blocks(load, way):
+    async def scenario():
+        engine = AsyncEngine(inner := load(chunk_size=8))
+
+        async def follow(num_events):
+            stream = engine.stream(prompt(200), max_tokens=100, ignore_eos=True)
+            async for _ in stream:
+                num_events -= 1
+                if num_events == 0 and way == "leave":
+                    break
+            await stream.aclose()
+
+        task = asyncio.create_task(follow(3))
+        if way == "cancel":
+            await asyncio.sleep(0.05)
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while inner.scheduler.has_work:
+            await asyncio.sleep(0.01)
+        held = await engine.call(lambda e: (e.scheduler.pool.num_held, dict(e._active)))
+        await engine.close()
+        return held
+
+    assert run(scenario()) == (0, {})
+
+
+def test_a_slow_reader_rests_and_does_not_stop_the_others(load):
+    async def scenario():
+        engine = AsyncEngine(inner := load(chunk_size=16, context=4000))
+        slow = engine.stream(prompt(20), max_tokens=MOST_UNREAD + 300, ignore_eos=True)
+        await anext(slow)
+        quick = await engine.generate(prompt(30, seed=2), max_tokens=MOST_UNREAD + 100, ignore_eos=True)
+        (sequence,) = inner.scheduler.sequences.values()
+        num_while_resting = sequence.num_generated
+        was_paused = sequence.is_paused
+        rest = [event async for event in slow]
+        await engine.close()
+        return quick, num_while_resting, was_paused, rest
+
+    quick, num_while_resting, was_paused, rest = run(scenario())
+    assert len(quick.token_ids) == MOST_UNREAD + 100
+    assert was_paused
+    assert num_while_resting <= MOST_UNREAD + 2
+    assert len(rest[-1].output.token_ids) == MOST_UNREAD + 300
+
+
+def test_one_bad_prompt_fails_alone(load):
+    async def scenario():
+        engine = AsyncEngine(inner := load(chunk_size=16))
+        with pytest.raises(InvalidPrompt):
+            await engine.generate([])
+
+        class Broken:
+            def __init__(self):
+                self.parts = [b"w5 " * 30, b"\xff"]
+
+            def read(self, size=-1):
+                return self.parts.pop(0) if self.parts else b""
+
+        feed = inner.chat_feed([TextPart(stream=Broken(), name="broken")])
+        good = asyncio.create_task(engine.generate(prompt(60), max_tokens=20, ignore_eos=True))
+        with pytest.raises(InvalidPrompt, match="UTF-8"):
+            await engine.generate(feed)
+        output = await good
+        await engine.close()
+        return output
+
+    assert len(run(scenario()).token_ids) == 20
+
+
+def test_closing_finishes_what_runs_and_refuses_what_comes(load):
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16))
+        running = asyncio.create_task(engine.generate(prompt(60), max_tokens=50, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineClosed):
+            await engine.generate(prompt(5))
+        await closing
+        with pytest.raises(EngineClosed):
+            await engine.generate(prompt(5))
+        return await running
+
+    assert len(run(scenario()).token_ids) == 50
+
+
+def test_closing_without_draining_ends_what_runs(load):
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16))
+        running = asyncio.create_task(engine.generate(prompt(60), max_tokens=900, ignore_eos=True))
+        await asyncio.sleep(0.1)
+        await engine.close(drain=False)
+        return await running
+
+    output = run(scenario())
+    assert output.finish_reason == "abort"
+    assert len(output.token_ids) < 900
