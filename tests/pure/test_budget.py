@@ -43,6 +43,21 @@ def test_the_fit_finds_the_truth_from_a_wrong_start(factor):
     assert sorted(errors)[190] < 0.08
 
 
+def test_a_handful_of_steps_is_enough_for_a_first_fit():
+    generator = random.Random(4)
+    loads = [
+        StepLoad().with_chunk(start, size) for start, size in ((0, 256), (256, 32), (288, 128), (416, 64), (480, 256))
+    ]
+    for num_decodes in (1, 2, 4, 4, 4):
+        load = StepLoad()
+        for _ in range(num_decodes):
+            load = load.with_decode(300)
+        loads.append(load)
+    cost = StepCost.fitted([(load, true_seconds(load) * generator.uniform(0.98, 1.02)) for load in loads])
+    for load in loads:
+        assert cost.predict(load) == pytest.approx(true_seconds(load), rel=0.15)
+
+
 def test_a_hiccup_does_not_move_the_model_far():
     generator = random.Random(2)
     cost = StepCost(TRUTH)

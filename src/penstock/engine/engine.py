@@ -14,6 +14,7 @@ import torch
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.config import DEFAULT_MODEL, EngineConfig, load_config
+from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.prompts import Message, PromptReader
@@ -118,6 +119,8 @@ class Engine:
         self._next_id = 0
         self._is_closed = False
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
+        if config.latency_target_ms is not None:
+            self.scheduler.budget.cost = calibrate(self)
 
     @classmethod
     def load(cls, model: str = DEFAULT_MODEL, **settings: Any) -> Engine:

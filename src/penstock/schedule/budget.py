@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.config import PrefillPriority
+from penstock.request import Chunk
 
 # Steps in a row that prompts may go without a chunk while decodes take the whole target. Below 1 in 100, so that
 # the chunk that ends such a row does not show in the 99th percentile of the gaps.
@@ -63,6 +64,14 @@ class StepLoad:
     token_contexts: int = 0  # over prompt chunks: tokens x tokens before them, on average over the chunk
     decode_contexts: int = 0  # over decodes: tokens before them
 
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> StepLoad:
+        load = cls()
+        for chunk in chunks:
+            is_decode = not chunk.is_prompt and chunk.num_tokens == 1
+            load = load.with_decode(chunk.end) if is_decode else load.with_chunk(chunk.start, chunk.num_tokens)
+        return load
+
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
         return StepLoad(
             num_tokens=self.num_tokens + num_tokens,
@@ -96,6 +105,16 @@ class StepCost:
         self._scales = (1.0, 512.0, 512.0 * 8192.0, 32.0 * 2048.0)
         self._covariance = [[10.0 if i == j else 0.0 for j in range(4)] for i in range(4)]
         self.relative_error = 0.05  # of recent predictions, on average
+
+    @classmethod
+    def fitted(cls, observations: Sequence[tuple[StepLoad, float]]) -> StepCost:
+        """From a handful of steps: several passes over them, from a guess that blames the tokens alone."""
+        num_tokens = sum(load.num_tokens for load, _ in observations)
+        cost = cls((0.0, sum(elapsed_s for _, elapsed_s in observations) / max(1, num_tokens), 0.0, 0.0))
+        for _ in range(20):
+            for load, elapsed_s in observations:
+                cost.observe(load, elapsed_s)
+        return cost
 
     def predict(self, load: StepLoad) -> float:
         return sum(c * x for c, x in zip(self.coefficients, load.features, strict=True))

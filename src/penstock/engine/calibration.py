@@ -1,0 +1,48 @@
+"""A short measurement at load, so that the first long prompt already meets the latency target."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+from penstock.schedule.budget import StepCost, StepLoad
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+CHUNK_SIZES = (256, 32, 128, 64)
+PROMPT_TOKENS = 1024
+NUM_DECODES = 4
+DECODE_STEPS = 6
+
+
+def calibrate(engine: Engine) -> StepCost:
+    """Reads one prompt in chunks of several sizes, then writes with a few sequences, and fits what the steps took."""
+    scheduler = engine.scheduler
+    observations: list[tuple[StepLoad, float]] = []
+    ceiling, watcher = scheduler.budget.ceiling, engine.on_step
+    engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
+    generator = random.Random(0)
+    num_tokens = min(PROMPT_TOKENS, scheduler.capacity // (2 * NUM_DECODES))
+
+    def tokens(length: int) -> list[int]:
+        return [generator.randrange(engine.model.spec.vocab_size) for _ in range(length)]
+
+    try:
+        engine.generate(tokens(min(64, num_tokens)), max_tokens=2, ignore_eos=True)  # first uses compile and cache
+        observations.clear()
+        engine.submit(tokens(num_tokens), max_tokens=1)
+        for chunk_size in itertools.cycle(CHUNK_SIZES):
+            if not scheduler.has_work:
+                break
+            scheduler.budget.ceiling = chunk_size
+            engine.step()
+        scheduler.budget.ceiling = max(CHUNK_SIZES)
+        lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
+        engine.generate_batch([tokens(length) for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
+    finally:
+        scheduler.budget.ceiling, engine.on_step = ceiling, watcher
+        if scheduler.prefix is not None:
+            scheduler.prefix.clear()
+    return StepCost.fitted(observations)
