@@ -13,7 +13,7 @@ import torch
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
-from penstock.config import DEFAULT_MODEL, EngineConfig, load_config
+from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
@@ -278,6 +278,10 @@ class Engine:
         if not self.scheduler.has_work:
             self.scheduler.check()
         return self._take_events()
+
+    def set_priority(self, priority: PrefillPriority) -> None:
+        """How steps are shared from now on."""
+        self.scheduler.set_priority(priority)
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts, to be streamed: pass it to `stream` or `submit` as the prompt."""

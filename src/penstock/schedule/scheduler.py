@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
@@ -171,6 +171,10 @@ class Scheduler:
         """A paused sequence gets no chunks; it keeps its blocks until somebody needs them."""
         if sequence := self.sequences.get(sequence_id):
             sequence.is_paused = is_paused
+
+    def set_priority(self, priority: PrefillPriority) -> None:
+        self.limits = replace(self.limits, priority=priority)
+        self.policy = POLICIES[priority]
 
     def take_ended(self) -> list[tuple[int, FinishReason]]:
         """Requests that left without a last token since this was last asked, and why."""
