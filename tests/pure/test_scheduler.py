@@ -378,7 +378,7 @@ def test_decode_priority_without_a_target_waits_for_the_decodes_up_to_its_bound(
     scheduler.submit(make_request(10, range(640)))
     bound = POLICIES[PrefillPriority.DECODE_PRIORITY].most_steps_without_prefill
     found = shares(run_step(scheduler, lengths, outputs) for _ in range(2 * bound + 2))
-    assert found == ([(3, 0)] * bound + [(3, 16)]) * 2
+    assert found == ([(3, 0)] * bound + [(3, scheduler.budget.overdue)]) * 2
     for request_id in range(3):
         scheduler.abort(request_id)
     assert shares([run_step(scheduler, lengths, outputs)]) == [(0, 64)]

@@ -158,6 +158,11 @@ class TokenBudget:
     target_s: float | None = None
     cost: StepCost | None = None
 
+    @property
+    def overdue(self) -> int:
+        """The chunk that ends a prompt's longest wait: large enough that a long prompt still gets through."""
+        return max(self.floor, self.ceiling // 4 if self.ceiling else 256)
+
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         if self.cost is not None:
             self.cost.observe(load, elapsed_s)

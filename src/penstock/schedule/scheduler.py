@@ -330,8 +330,10 @@ class Scheduler:
             allowed = budget.allowance(draft.load, sequence.num_computed, wanted)
         is_overdue = self._steps_without_prefill >= policy.most_steps_without_prefill
         is_first = draft.num_prompt_tokens == 0
-        if is_first and (policy.has_floor or is_overdue):
-            allowed = max(allowed, min(wanted, budget.floor))
+        if is_first and policy.has_floor:
+            return max(allowed, min(wanted, budget.floor))
+        if is_first and is_overdue:
+            return max(allowed, min(wanted, budget.overdue))
         return allowed
 
     def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
