@@ -31,6 +31,10 @@ check: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+bench: setup
+	$(BIN)/penstock bench scheduling-cost
+	$(BIN)/penstock bench schedule
+
 evidence: setup
 	$(BIN)/python -m pytest -m evidence
 	$(BIN)/python scripts/memory_table.py

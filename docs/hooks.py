@@ -11,6 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -38,8 +39,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def commands() -> str:
-    group = typer.main.get_command(app)
-    return "\n\n".join(_command(name, command) for name, command in group.commands.items())  # type: ignore[attr-defined]
+    return "\n\n".join(_command(name, command) for name, command in _leaves())
 
 
 def engine_settings() -> str:
@@ -131,12 +131,25 @@ def _spellings(parameter: Any) -> list[str]:
 
 
 def _flags_by_name() -> dict[str, Flag]:
-    group = typer.main.get_command(app)
     return {
         parameter.name: Flag(spelling=_spellings(parameter)[-1], help=parameter.help or "")
-        for command in group.commands.values()  # type: ignore[attr-defined]
+        for name, command in reversed(_leaves())
         for parameter in command.params
     }
+
+
+def _leaves() -> list[tuple[str, Any]]:
+    """Every command that does something, with its whole name: `bench schedule`, not `bench`."""
+    found: list[tuple[str, Any]] = []
+    pending = [("", typer.main.get_command(app))]
+    while pending:
+        name, command = pending.pop(0)
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            found.append((name, command))
+        else:
+            pending += [(f"{name} {child}".strip(), value) for child, value in inner.items()]
+    return found
 
 
 def _kind(hint: Any) -> str:
@@ -147,7 +160,7 @@ def _kind(hint: Any) -> str:
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     if typing.get_origin(hint) is list:
         hint = typing.get_args(hint)[0]
-    return {str: "text", int: "whole number", float: "number", bool: "switch"}[hint]
+    return {str: "text", int: "whole number", float: "number", bool: "switch", Path: "file"}[hint]
 
 
 def _comments(kind: type) -> dict[str, str]:

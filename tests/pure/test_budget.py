@@ -83,6 +83,22 @@ def test_equal_steps_for_a_long_time_do_not_spoil_the_fit():
     assert cost.predict(other) == pytest.approx(true_seconds(other), rel=0.1)
 
 
+def test_a_long_day_of_decodes_with_a_rare_chunk_keeps_the_fit():
+    """Steps that never touch a direction must not make the fit forget it, nor lose its numbers to rounding."""
+    cost = StepCost(TRUTH)
+    generator = random.Random(5)
+    for step in range(30_000):
+        load = StepLoad()
+        for _ in range(generator.randrange(1, 5)):
+            load = load.with_decode(generator.randrange(500, 1500))
+        if step % 200 == 0:
+            load = load.with_chunk(0, generator.randrange(50, 400))
+        cost.observe(load, true_seconds(load) * generator.gauss(1, 0.02))
+    mixed = StepLoad().with_decode(1000).with_chunk(500, 600)
+    assert cost.predict(mixed) == pytest.approx(true_seconds(mixed), rel=0.15)
+    assert cost.relative_error < 0.05
+
+
 @given(st.integers(0, 500_000), st.integers(0, 64), st.floats(0.005, 0.5))
 @settings(deadline=None)
 def test_the_allowance_is_the_most_that_stays_under_the_target(start, num_decodes, target):

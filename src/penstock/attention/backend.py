@@ -1,6 +1,6 @@
 """What attention is given: the packed tensors of one step, and the rule of each layer."""
 
-# T tokens of the step, C chunks
+# T tokens of the step, C chunks, H heads, K key-value heads, D head size, R half of the rotated dimensions
 
 from __future__ import annotations
 
@@ -37,6 +37,25 @@ class AttentionRule:
     softcap: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """Cosines and sines of the step's positions."""
+
+    cos_T1R: torch.Tensor
+    sin_T1R: torch.Tensor
+
+    def apply(self, rows: slice, x_THD: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes those rows' heads, rotated, to `out`; dimensions past the rotated ones are copied."""
+        cos, sin = self.cos_T1R[rows], self.sin_T1R[rows]
+        num_half = cos.shape[-1]
+        first, second = x_THD[..., :num_half], x_THD[..., num_half : 2 * num_half]
+        out_first, out_second = out[..., :num_half], out[..., num_half : 2 * num_half]
+        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+        if 2 * num_half < x_THD.shape[-1]:
+            out[..., 2 * num_half :] = x_THD[..., 2 * num_half :]
+
+
 class AttentionBackend(Protocol):
     name: str
 
@@ -44,8 +63,15 @@ class AttentionBackend(Protocol):
         """Prepares what all layers of the step share."""
         ...
 
-    def key_value_rows(self, layer: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Where the step's keys and values are to be written: rows of the step, and views of the pages."""
+    def store(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """Rotates queries and keys; keys and values go straight to the pages, the queries are returned."""
         ...
 
     def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.attention.backend import AttentionRule, ForwardInputs
+from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
 from penstock.cache.storage import KvStorage
 
 QUERY_ROWS = 512
@@ -83,14 +83,29 @@ class CpuAttention:
             for blocks, length in zip(inputs.block_table, inputs.context_lens, strict=True)
         ]
 
-    def key_value_rows(self, layer: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def store(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
-        found = []
         for row, start, end, runs in self._chunks():
             for first, last, slot in _slots(runs, start, end):
-                rows = slice(row + first - start, row + last - start)
-                found.append((rows, keys[slot : slot + last - first], values[slot : slot + last - first]))
-        return found
+                rows, pages = slice(row + first - start, row + last - start), slice(slot, slot + last - first)
+                if rotation is None:
+                    keys[pages] = k_TKD[rows]
+                else:
+                    rotation.apply(rows, k_TKD[rows], out=keys[pages])
+                values[pages] = v_TKD[rows]
+        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        if rotation is None:
+            rotated_THD.copy_(q_THD)
+        else:
+            rotation.apply(slice(None), q_THD, out=rotated_THD)
+        return rotated_THD
 
     def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         out_THD = torch.empty_like(q_THD)

@@ -23,6 +23,7 @@ class KvStorage:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.device = device
         shape = (num_slots, num_kv_heads, head_size)
         allocate = _lazy_pages if device.type == "cpu" else torch.empty
         self.keys = [allocate(shape, dtype=dtype, device=device) for _ in range(num_layers)]

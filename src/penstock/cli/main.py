@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
+from penstock.cli.bench import bench
 from penstock.config import DEFAULT_MODEL, PARSERS, EngineConfig, load_config
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError
 from penstock.request import SamplingParams
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench, name="bench")
 
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="MODEL")]
 ChunkSize = Annotated[

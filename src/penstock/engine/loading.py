@@ -9,10 +9,21 @@ from typing import Any
 
 import torch
 
+from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
 from penstock.cache.storage import KvStorage
 from penstock.config import EngineConfig
-from penstock.engine.planning import CPU_TILING, choose_dtype, context_limit, memory_model, require_device, require_room
+from penstock.engine.planning import (
+    CPU_TILING,
+    DeviceMemory,
+    choose_dtype,
+    context_limit,
+    memory_model,
+    require_device,
+    require_room,
+)
+from penstock.errors import InvalidSetting
+from penstock.lanes.graphs import SIZES, DecodeGraphs
 from penstock.lanes.lane import Lane, pick_lane
 from penstock.lanes.native import NativeTextLane
 from penstock.models.decoder import Decoder
@@ -54,18 +65,19 @@ class LoadedModel:
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     files = resolve(name)
     facts = pick_lane(files.config, config.lane)
-    device = torch.device(require_device(config.device))
+    device = torch.device(require_device(config.device, has_cuda=torch.cuda.is_available()))
     keep_freed_memory()
     return_freed_memory()  # of an engine before this one
     torch.set_num_threads(config.threads or num_physical_cores())
     spec = decoder_spec(files.config)
-    dtype = choose_dtype(config.dtype, files.config)
+    dtype = choose_dtype(config.dtype, files.config, device.type)
     parts = load_tokenizer(files)
     tokenizer = Tokenizer(parts.backend)
-    memory = memory_model(files, config, dtype, resident_bytes())
-    budget = config.memory or default_memory_budget()
+    gpu = gpu_memory(device)
+    memory = memory_model(files, config, dtype, gpu.runtime_bytes if gpu else resident_bytes(), device.type)
+    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
     max_context, warnings = context_limit(config, spec.max_context)
-    num_tokens = min(require_room(memory, config, budget), max_context * config.max_running)
+    num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
     num_blocks = -(-num_tokens // config.block_size)
     torch_dtype = getattr(torch, dtype)
     decoder = Decoder(spec, dtype=torch_dtype, device=device)
@@ -78,12 +90,13 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         dtype=torch_dtype,
         device=device,
     )
-    attention = CpuAttention(storage, config.block_size)
+    attention = attention_backend(storage, config.block_size, spec)
+    graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
     return LoadedModel(
         name=name,
         identity=f"{files.identity}:{dtype}",
         spec=spec,
-        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts),
+        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs),
         tokenizer=tokenizer,
         chat_template=_chat_template(parts),
         eos_ids=parts.eos_ids,
@@ -95,6 +108,39 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         device=device,
         adjustments=tuple(warnings),
     )
+
+
+def attention_backend(storage: KvStorage, block_size: int, spec: DecoderSpec) -> AttentionBackend:
+    if storage.device.type == "cpu":
+        return CpuAttention(storage, block_size)
+    try:
+        from penstock.attention.cuda import CudaAttention
+    except ImportError as error:
+        raise InvalidSetting(f"A GPU needs Triton, which is missing ({error}); pip install triton.") from error
+    return CudaAttention(storage, block_size, num_heads=spec.num_heads)
+
+
+def decode_graphs(
+    decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
+) -> DecodeGraphs | None:
+    """None on a CPU, which has nothing to record."""
+    if decoder.device.type != "cuda":
+        return None
+    from penstock.attention.cuda import CudaAttention
+
+    assert isinstance(attention, CudaAttention)
+    rows = min(max_running, SIZES[-1])
+    return DecodeGraphs(decoder, attention.for_decodes(max_rows=rows, max_context=max_context))
+
+
+def gpu_memory(device: torch.device) -> DeviceMemory | None:
+    """What is taken once the context and the matrix library stand, and what the card has; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    ones = torch.ones(16, 16, device=device)
+    torch.mm(ones, ones)  # loads the library and takes its workspace
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total_bytes=total, free_bytes=free)
 
 
 def load_tokenizer(files: ModelFiles) -> TokenizerParts:

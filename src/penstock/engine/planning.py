@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,10 @@ from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 
 GIB = 2**30
 CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
+# On a GPU scores stay in registers; partial results exist only for chunks too small to fill the card.
+CUDA_TILING = AttentionTiling(query_rows=256, key_rows=64)
+LARGEST_CONTEXT_BYTES = GIB
+TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +37,62 @@ class ModelPlan:
     peak_by_chunk_size: Mapping[int, int]
 
 
-def choose_dtype(asked: str, model_config: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of a GPU, asked before any weight is loaded."""
+
+    total_bytes: int
+    free_bytes: int
+
+    @property
+    def runtime_bytes(self) -> int:
+        """The CUDA context and its libraries. What else is taken belongs to other processes."""
+        return min(self.total_bytes - self.free_bytes, LARGEST_CONTEXT_BYTES)
+
+    @property
+    def default_budget(self) -> int:
+        return int(self.runtime_bytes + self.free_bytes * (1 - defaults.FREE_MEMORY_MARGIN))
+
+
+def cuda_memory() -> DeviceMemory | None:
+    """Of the first GPU that torch would use, asked of the driver itself, without torch; None where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return None
+    except (OSError, importlib.metadata.PackageNotFoundError):
+        return None
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    calls = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        lambda: driver.cuCtxSetCurrent(context),
+        lambda: driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
+    )
+    is_known = all(call() == 0 for call in calls)
+    if context:
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+    return DeviceMemory(total_bytes=total.value, free_bytes=free.value) if is_known else None
+
+
+def choose_dtype(asked: str, model_config: Mapping[str, Any], device: str = "cpu") -> str:
     """The checkpoint's own, but float32 where this processor has no fast bfloat16."""
     if asked != "auto":
         return asked
     stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
-    return "bfloat16" if stored != "float32" and has_fast_bfloat16() else "float32"
+    return "bfloat16" if stored != "float32" and (device == "cuda" or has_fast_bfloat16()) else "float32"
 
 
-def require_device(name: str) -> str:
-    if name not in ("auto", "cpu"):
+def require_device(name: str, *, has_cuda: bool) -> str:
+    if name == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if name == "cuda" and not has_cuda:
+        raise InvalidSetting("Device 'cuda' is not there: torch or the driver finds no GPU; use --device cpu.")
+    if name not in TILINGS:
         raise InvalidSetting(f"Device {name!r} has no attention backend yet; use --device cpu.")
-    return "cpu"
+    return name
 
 
 def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[str]]:
@@ -57,17 +107,25 @@ def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[s
     return config.context, [f"{message}; answers may be poor"]
 
 
-def memory_model(files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int) -> MemoryModel:
+def memory_model(
+    files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, device: str = "cpu"
+) -> MemoryModel:
     return MemoryModel(
         shape=native_shape(files.config, dtype),
-        tiling=CPU_TILING,
+        tiling=TILINGS[device],
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
     )
 
 
-def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int) -> int:
+def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int, device: str = "cpu") -> int:
     """Tokens whose KV the budget holds; refuses a budget that not even the smallest chunk fits."""
+    if device == "cuda":
+        # Pages of a GPU are all taken at load, so room for the largest chunk is kept beside them.
+        chunk = config.chunk_size or config.max_chunk_size
+        capacity = memory.kv_capacity(budget_bytes=budget_bytes, chunk=chunk)
+        if capacity >= chunk:
+            return capacity
     capacity = memory.kv_capacity(budget_bytes=budget_bytes, chunk=config.min_chunk_size)
     if capacity < config.min_chunk_size:
         least = memory.peak_bytes(chunk=config.min_chunk_size, context=config.min_chunk_size)
@@ -81,14 +139,16 @@ def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int) -
 def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPlan:
     if prompt_tokens < 1:
         raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
-    require_device(config.device)
+    gpu = None if config.device == "cpu" else cuda_memory()
+    device = require_device(config.device, has_cuda=gpu is not None)
     files = resolve(model, weights=False)
     lane = pick_lane(files.config, config.lane)
-    dtype = choose_dtype(config.dtype, files.config)
-    memory = memory_model(files, config, dtype, defaults.RUNTIME_BYTES_ESTIMATE)
-    budget = config.memory or default_memory_budget()
+    dtype = choose_dtype(config.dtype, files.config, device)
+    runtime_bytes = gpu.runtime_bytes if gpu is not None else defaults.RUNTIME_BYTES_ESTIMATE
+    memory = memory_model(files, config, dtype, runtime_bytes, device)
+    budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
     max_context, warnings = context_limit(config, memory.shape.max_context)
-    require_room(memory, config, budget)
+    require_room(memory, config, budget, device)
     prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context)
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -11,12 +11,36 @@ from penstock.lanes.lane import Lane
 from penstock.request import Chunk, Sequence, StepPlan
 
 
+class StepLogits(Mapping[int, torch.Tensor]):
+    """The logits of a step by sequence: [rows, vocabulary], no row where none was wanted."""
+
+    def __init__(self, logits: torch.Tensor, rows_by_sequence: Mapping[int, slice]) -> None:
+        self._logits = logits
+        self._rows = rows_by_sequence
+
+    def __getitem__(self, sequence_id: int) -> torch.Tensor:
+        return self._logits[self._rows[sequence_id]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def greedy_tokens(self) -> dict[int, int]:
+        """The likeliest next token of each sequence that has logits, chosen on the device and read in one go."""
+        tokens = self._logits.argmax(-1).tolist() if len(self._logits) else []
+        return {
+            sequence_id: tokens[rows.stop - 1] for sequence_id, rows in self._rows.items() if rows.stop > rows.start
+        }
+
+
 class Runner:
     def __init__(self, lane: Lane, device: torch.device) -> None:
         self.lane = lane
         self.device = device
 
-    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> dict[int, torch.Tensor]:
+    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepLogits:
         """Logits by sequence: of the chunk's last token, or of every token where prompt logprobs are wanted."""
         rows_by_sequence: dict[int, slice] = {}
         logit_rows: list[int] = []
@@ -27,7 +51,7 @@ class Runner:
             logit_rows += wanted
             row += chunk.num_tokens
         logits = self.lane.run(self._inputs(plan, sequences, logit_rows))
-        return {sequence_id: logits[rows] for sequence_id, rows in rows_by_sequence.items()}
+        return StepLogits(logits, rows_by_sequence)
 
     def _inputs(self, plan: StepPlan, sequences: Mapping[int, Sequence], logit_rows: list[int]) -> ForwardInputs:
         ids: list[int] = []
@@ -38,15 +62,20 @@ class Runner:
             positions += range(chunk.start, chunk.end)
             query_starts.append(len(ids))
         return ForwardInputs(
-            ids_T=torch.tensor(ids, device=self.device),
-            positions_T=torch.tensor(positions, device=self.device),
+            ids_T=self._tensor(ids),
+            positions_T=self._tensor(positions),
             query_starts=tuple(query_starts),
             context_lens=tuple(chunk.end for chunk in plan.chunks),
             block_table=tuple(tuple(sequences[chunk.sequence_id].block_ids) for chunk in plan.chunks),
             rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in plan.chunks),
             sequence_ids=tuple(chunk.sequence_id for chunk in plan.chunks),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=self.device),
+            logit_rows=self._tensor(logit_rows),
         )
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        """On the device; a copy from pinned memory is not waited for."""
+        is_gpu = self.device.type == "cuda"
+        return torch.tensor(values, dtype=torch.long, pin_memory=is_gpu).to(self.device, non_blocking=True)
 
 
 def _logit_rows(chunk: Chunk, sequence: Sequence, first_row: int) -> list[int]:

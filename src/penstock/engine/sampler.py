@@ -38,14 +38,14 @@ class Sampler:
             return logits_V
         logits_V = logits_V.clone()
         if params.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*prompt, *generated}))
+            seen = torch.tensor(sorted({*prompt, *generated}), device=logits_V.device)
             values = logits_V[seen]
             penalty = params.repetition_penalty
             logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if generated and (params.frequency_penalty or params.presence_penalty):
             counts = Counter(generated)
-            tokens = torch.tensor(list(counts))
-            amounts = torch.tensor(list(counts.values()), dtype=torch.float32)
+            tokens = torch.tensor(list(counts), device=logits_V.device)
+            amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits_V.device)
             logits_V[tokens] -= params.frequency_penalty * amounts + params.presence_penalty
         return logits_V
 
@@ -62,7 +62,8 @@ class Sampler:
             # Kept: the tokens before which less than top_p has been gathered. The first always is.
             shares = probabilities / probabilities.sum()
             probabilities = probabilities[shares.cumsum(-1) - shares < params.top_p]
-        index = torch.multinomial(probabilities, 1, generator=self._generator)
+        # Drawn on the host, so that a seed means the same on every device.
+        index = int(torch.multinomial(probabilities.cpu(), 1, generator=self._generator))
         return int(tokens[index])
 
 

@@ -5,19 +5,33 @@ from __future__ import annotations
 import torch
 
 from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import LaneFacts
 from penstock.models.decoder import Decoder
 from penstock.plan.memory import ModelShape
 
 
 class NativeTextLane:
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, *, shape: ModelShape, facts: LaneFacts) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        *,
+        shape: ModelShape,
+        facts: LaneFacts,
+        graphs: DecodeGraphs | None = None,  # None: every step is launched kernel by kernel
+    ) -> None:
         self.decoder = decoder
         self.attention = attention
         self.shape = shape
         self.facts = facts
+        self.graphs = graphs
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
-        hidden_TM = self.decoder.forward(inputs, self.attention)
+        if self.graphs is not None and self.graphs.fits(inputs):
+            hidden_TM = self.graphs.forward(inputs)
+        else:
+            self.attention.begin_step(inputs)
+            hidden_TM = self.decoder.forward(inputs, self.attention)
         return self.decoder.logits(hidden_TM[inputs.logit_rows])

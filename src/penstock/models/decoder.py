@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs
+from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, Rotation
 from penstock.models.layers import Linear, RmsNorm, gated_activation
-from penstock.models.rotary import Rotary, rotate
+from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
-
-CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +47,15 @@ class Decoder:
             norm.weight.add_(self.spec.norm_offset)
 
     def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, M] of every token of the step; keys and values go to the pages."""
-        attention.begin_step(inputs)
-        cos_sin = {name: self._cos_sin(rotary, inputs) for name, rotary in self.rotaries.items()}
+        """Hidden states [T, M] of every token of the step, which `attention` has begun; it keeps keys and values."""
+        rotations = {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
         hidden_TM = self.embeddings_VM[inputs.ids_T]
         if self.spec.embedding_scale is not None:
             # The factor is rounded to the model's dtype, as the reference does.
             hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
         for index, layer in enumerate(self.layers):
-            rotary = cos_sin[layer.spec.rotary] if layer.spec.rotary else None
-            self._attention(index, layer, hidden_TM, rotary, attention)
+            rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
+            self._attention(index, layer, hidden_TM, rotation, attention)
             self._mlp(layer, hidden_TM)
         return hidden_TM
 
@@ -74,7 +71,7 @@ class Decoder:
         index: int,
         layer: Layer,
         hidden_TM: torch.Tensor,
-        cos_sin: CosSin | None,
+        rotation: Rotation | None,
         attention: AttentionBackend,
     ) -> None:
         spec = self.spec
@@ -86,29 +83,26 @@ class Decoder:
         q_THD, k_TKD, v_TKD = (x.unflatten(-1, (-1, spec.head_size)) for x in (q, k, v))
         if spec.qk_norm == "head":
             q_THD, k_TKD = _normed(layer, "self_attn.q_norm", q_THD), _normed(layer, "self_attn.k_norm", k_TKD)
-        for rows, key_pages, value_pages in attention.key_value_rows(index):
-            if cos_sin is None:
-                key_pages.copy_(k_TKD[rows])
-            else:
-                rotate(k_TKD[rows], cos_sin[0][rows], cos_sin[1][rows], out=key_pages)
-            value_pages.copy_(v_TKD[rows])
-        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        if cos_sin is None:
-            rotated_THD.copy_(q_THD)
-        else:
-            rotate(q_THD, *cos_sin, out=rotated_THD)
+        rotated_THD = attention.store(index, q_THD, k_TKD, v_TKD, rotation)
         attended_THD = attention.attend(index, rotated_THD, layer.rule)
-        hidden_TM += _normed(layer, self._output_norm("attention"), layer.output(attended_THD.flatten(1)))
+        self._add(layer, "attention", layer.output, attended_THD.flatten(1), hidden_TM)
 
     def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
         normed = _normed(layer, self._mlp_input_norm, hidden_TM)
-        product = layer.down(gated_activation(layer.gate_up(normed), self.spec.activation))
-        hidden_TM += _normed(layer, self._output_norm("mlp"), product)
+        gated = gated_activation(layer.gate_up(normed), self.spec.activation)
+        self._add(layer, "mlp", layer.down, gated, hidden_TM)
 
-    def _cos_sin(self, rotary: Rotary, inputs: ForwardInputs) -> CosSin:
+    def _add(self, layer: Layer, part: str, linear: Linear, x: torch.Tensor, hidden_TM: torch.Tensor) -> None:
+        if norm := self._output_norm(part):
+            hidden_TM += layer.norms[norm](linear(x))
+        else:
+            linear.add_to(hidden_TM, x)
+
+    def _rotation(self, rotary: Rotary, inputs: ForwardInputs) -> Rotation:
         if len(set(inputs.rotary_variants)) <= 1:
             variant = inputs.rotary_variants[0] if inputs.rotary_variants else "default"
-            return rotary.cos_sin(inputs.positions_T, variant, self.dtype)
+            cos, sin = rotary.cos_sin(inputs.positions_T, variant, self.dtype)
+            return Rotation(cos_T1R=cos, sin_T1R=sin)
         parts = [
             rotary.cos_sin(inputs.positions_T[first:last], variant, self.dtype)
             for first, last, variant in zip(
@@ -116,7 +110,7 @@ class Decoder:
             )
         ]
         cos, sin = zip(*parts, strict=True)
-        return torch.cat(cos), torch.cat(sin)
+        return Rotation(cos_T1R=torch.cat(cos), sin_T1R=torch.cat(sin))
 
     # Checkpoints name the norm after attention `post_attention_layernorm` where it is the MLP's input norm, and
     # also where it norms attention's output; `pre_feedforward_layernorm` exists only beside the latter.

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,13 @@ class Linear:
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, self.weight_OI, self.bias_O)
 
+    def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
+        """Adds the product in place; on a GPU within the product itself."""
+        if out_TO.is_cuda and self.bias_O is None:
+            out_TO.addmm_(x_TI, self.weight_OI.t())
+        else:
+            out_TO += self(x_TI)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmsNorm:
@@ -32,6 +41,8 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return _on_gpu().rms_norm(x, self.weight, self.eps)
         wide = x.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return (wide * scale).mul_(self.weight).to(x.dtype)
@@ -39,7 +50,17 @@ class RmsNorm:
 
 def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """act(gate) * up, of the two halves of one product."""
+    if gate_up_TF.is_cuda:
+        return _on_gpu().gated_activation(gate_up_TF, kind)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     if kind == "silu":
         return F.silu(gate).mul_(up)
     return F.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none").mul_(up)
+
+
+@cache
+def _on_gpu() -> Any:
+    """Imported when the first tensor lies on a GPU: Triton is not installed everywhere."""
+    from penstock.models import triton_layers
+
+    return triton_layers

@@ -1,6 +1,6 @@
 """Rotary position encoding: inverse frequencies of each scaling, and the cosines and sines of a step's positions."""
 
-# T tokens, R half of the rotated dimensions, H heads, D head size
+# T tokens, R half of the rotated dimensions
 
 from __future__ import annotations
 
@@ -28,17 +28,6 @@ class Rotary:
         angles_TR = positions_T.to(torch.float32)[:, None] * frequencies_R
         cos_TR, sin_TR = angles_TR.cos() * scale, angles_TR.sin() * scale
         return cos_TR.to(dtype)[:, None], sin_TR.to(dtype)[:, None]
-
-
-def rotate(x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes the rotated heads to `out`; dimensions past the rotated ones are copied."""
-    num_half = cos_T1R.shape[-1]
-    first, second = x_THD[..., :num_half], x_THD[..., num_half : 2 * num_half]
-    out_first, out_second = out[..., :num_half], out[..., num_half : 2 * num_half]
-    torch.mul(first, cos_T1R, out=out_first).addcmul_(second, sin_T1R, value=-1)
-    torch.mul(second, cos_T1R, out=out_second).addcmul_(first, sin_T1R)
-    if 2 * num_half < x_THD.shape[-1]:
-        out[..., 2 * num_half :] = x_THD[..., 2 * num_half :]
 
 
 def _inverse_frequencies(spec: RotarySpec, variant: str) -> tuple[torch.Tensor, float]:

@@ -12,6 +12,9 @@ from penstock.request import Chunk
 # the chunk that ends such a row does not show in the 99th percentile of the gaps.
 LONGEST_PREFILL_WAIT = 128
 
+# A step that carries no decode may last this many targets: nobody has a gap, but a question may arrive.
+STRETCH_WITHOUT_DECODES = 4.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -92,25 +95,34 @@ class StepLoad:
 
 
 class StepCost:
-    """Seconds of a step, linear in its load; fitted while steps run, by recursive least squares within bounds."""
+    """Seconds of a step, linear in its load; fitted while steps run, by recursive least squares within bounds.
+
+    Errors count relative to the step's time: a step of 5 ms and one of 500 ms teach alike.
+    """
 
     # Recent steps count more: a machine's speed changes with its heat and its neighbours.
     MEMORY = 0.98
-    # One step moves the model by at most this factor of what was predicted: a hiccup is not a trend.
+    # What is forgotten in directions that no step touches stops here, or the fit would lose all hold on them.
+    MOST_UNCERTAINTY = 10.0
+    # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
 
-    def __init__(self, coefficients: Sequence[float]) -> None:
+    def __init__(
+        self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0)
+    ) -> None:
         self.coefficients = [max(0.0, value) for value in coefficients]
-        # How large a feature is in an ordinary step; the fit works on features of about 1.
-        self._scales = (1.0, 512.0, 512.0 * 8192.0, 32.0 * 2048.0)
-        self._covariance = [[10.0 if i == j else 0.0 for j in range(4)] for i in range(4)]
         self.relative_error = 0.05  # of recent predictions, on average
+        self._scales = tuple(scales)  # how large each feature is in an ordinary step
+        self._unit_s: float | None = None  # how long an ordinary step takes: the first one seen
+        self._covariance = [[self.MOST_UNCERTAINTY if i == j else 0.0 for j in range(4)] for i in range(4)]
 
     @classmethod
     def fitted(cls, observations: Sequence[tuple[StepLoad, float]]) -> StepCost:
         """From a handful of steps: several passes over them, from a guess that blames the tokens alone."""
         num_tokens = sum(load.num_tokens for load, _ in observations)
-        cost = cls((0.0, sum(elapsed_s for _, elapsed_s in observations) / max(1, num_tokens), 0.0, 0.0))
+        per_token = sum(elapsed_s for _, elapsed_s in observations) / max(1, num_tokens)
+        largest = [max(1.0, *values) for values in zip(*(load.features for load, _ in observations), strict=True)]
+        cost = cls((0.0, per_token, 0.0, 0.0), largest)
         for _ in range(20):
             for load, elapsed_s in observations:
                 cost.observe(load, elapsed_s)
@@ -120,32 +132,36 @@ class StepCost:
         return sum(c * x for c, x in zip(self.coefficients, load.features, strict=True))
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        if elapsed_s <= 0:
+            return
+        self._unit_s = self._unit_s or elapsed_s
         predicted = self.predict(load)
-        surprise = elapsed_s - predicted
+        surprise = (elapsed_s - predicted) / elapsed_s
+        self.relative_error += 0.05 * (min(1.0, abs(surprise)) - self.relative_error)
         if predicted > 0:
-            limit = self.LARGEST_SURPRISE * predicted
-            error = min(1.0, abs(surprise) / max(elapsed_s, 1e-9))
-            self.relative_error += 0.05 * (error - self.relative_error)
+            limit = self.LARGEST_SURPRISE * predicted / elapsed_s
             surprise = max(-limit, min(limit, surprise))
-        x = [value / scale for value, scale in zip(load.features, self._scales, strict=True)]
+        weight = self._unit_s / elapsed_s
+        x = [weight * value / scale for value, scale in zip(load.features, self._scales, strict=True)]
         gain = self._update_covariance(x)
         for i, scale in enumerate(self._scales):
             # No part of a step takes negative time.
-            self.coefficients[i] = max(0.0, self.coefficients[i] + gain[i] * surprise / scale)
+            self.coefficients[i] = max(0.0, self.coefficients[i] + gain[i] * surprise * self._unit_s / scale)
 
     def _update_covariance(self, x: list[float]) -> list[float]:
+        """What this step taught, and then a little forgetting in each direction that is not uncertain already."""
         p = self._covariance
         px = [sum(p[i][j] * x[j] for j in range(4)) for i in range(4)]
-        denominator = self.MEMORY + sum(x[i] * px[i] for i in range(4))
+        denominator = 1.0 + sum(x[i] * px[i] for i in range(4))
         gain = [value / denominator for value in px]
         for i in range(4):
+            for j in range(i, 4):
+                p[i][j] = p[j][i] = p[i][j] - gain[i] * px[j]
+        for i in range(4):
+            growth = max(1.0, min(1 / self.MEMORY, self.MOST_UNCERTAINTY / max(p[i][i], 1e-12))) ** 0.5
             for j in range(4):
-                p[i][j] = (p[i][j] - gain[i] * px[j]) / self.MEMORY
-        # Equal steps teach nothing about the other directions: keep their uncertainty from growing without end.
-        if (trace := sum(p[i][i] for i in range(4))) > 400.0:
-            for row in p:
-                for j in range(4):
-                    row[j] *= 400.0 / trace
+                p[i][j] *= growth
+                p[j][i] *= growth
         return gain
 
 
@@ -170,13 +186,13 @@ class TokenBudget:
     def predict(self, load: StepLoad) -> float:
         return self.cost.predict(load) if self.cost is not None else 0.0
 
-    def allowance(self, load: StepLoad, start: int, wanted: int) -> int:
-        """Tokens after `start` that may join a step of that load; may be 0."""
+    def allowance(self, load: StepLoad, start: int, wanted: int, stretch: float = 1.0) -> int:
+        """Tokens after `start` that may join a step of that load and `stretch` times the target; may be 0."""
         upper = min(wanted, self.ceiling) if self.ceiling else wanted
         if self.target_s is None or self.cost is None:
             return upper
         # Aim lower the worse the recent predictions were.
-        aim = self.target_s / (1 + min(0.5, 2 * self.cost.relative_error))
+        aim = self.target_s * stretch / (1 + min(0.5, 2 * self.cost.relative_error))
         low, high = 0, upper
         while low < high:
             middle = (low + high + 1) // 2

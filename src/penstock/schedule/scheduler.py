@@ -12,7 +12,7 @@ from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end
 from penstock.request import Chunk, FinishReason, Request, Sequence, Status, StepPlan, StepResult
-from penstock.schedule.budget import POLICIES, StepLoad, TokenBudget
+from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
@@ -213,6 +213,8 @@ class Scheduler:
             self._schedule_prompts(prompts, bool(decodes), draft)
         if decodes and not draft.chunk_by_sequence:
             self._schedule_decodes(decodes, draft)  # every prompt waits for something else
+        if prompts and not decodes and not draft.chunk_by_sequence:
+            self._schedule_oldest(prompts, draft)
         self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
         self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
         self._num_steps += 1
@@ -263,7 +265,7 @@ class Scheduler:
             predicted_bytes=self.peak_estimate(
                 self._load.num_tokens, max(chunk.end for chunk in chunks), self.resident_tokens
             ),
-            reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes and {draft.num_prompt_tokens} of prompts",
+            reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
         return self._plan
 
@@ -307,7 +309,26 @@ class Scheduler:
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
             num_tokens = max(num_tokens, sequence.num_computed - start + 1)
             end = chunk_end(start, num_tokens, Stops(end=sequence.num_known)).position
-            self._schedule(sequence, start, end, draft)
+            end = min(end, self._end_without_preemption(sequence, draft))
+            if end > sequence.num_computed:
+                self._schedule(sequence, start, end, draft)
+
+    def _schedule_oldest(self, prompts: list[Sequence], draft: _Draft) -> None:
+        """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""
+        oldest = min(prompts, key=lambda s: (s.request.priority, s.id))
+        if oldest.status is Status.WAITING:
+            self._preempt_last(draft)
+            if not self._admit(oldest, draft):
+                return
+        self._take_prefix_hits(oldest)
+        end = min(oldest.num_known, oldest.num_computed + self.limits.block_size)
+        self._schedule(oldest, oldest.num_computed, end, draft)
+
+    def _end_without_preemption(self, sequence: Sequence, draft: _Draft) -> int:
+        """How far the blocks reach that nobody holds, less one for each running stream's next token."""
+        num_reserved = sum(not s.is_prefilling for s in self.running.values()) - draft.num_decodes
+        num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
+        return num_blocks * self.limits.block_size
 
     def _prompt_budget(self, sequence: Sequence, has_decodes: bool, draft: _Draft) -> int:
         """Tokens left for this prompt by the token budget, the latency target and the memory."""
@@ -316,6 +337,9 @@ class Scheduler:
             wanted = min(wanted, self.budget.ceiling - draft.num_prompt_tokens)
         if has_decodes and self.policy.decodes_beside_prompts:
             wanted = self._shared_with_decodes(sequence, wanted, draft)
+        elif self.policy.decodes_beside_prompts and not draft.num_prompt_tokens:
+            allowed = self.budget.allowance(draft.load, sequence.num_computed, wanted, STRETCH_WITHOUT_DECODES)
+            wanted = max(allowed, min(wanted, self.budget.floor))
         if wanted < 1:
             return 0
         num_scheduled = draft.num_decodes + draft.num_prompt_tokens
@@ -434,11 +458,16 @@ class Scheduler:
             if block is not None:
                 sequence.block_ids.append(block)
                 continue
-            victim = max(self.running.values(), key=lambda s: (s.is_paused, s.request.priority, s.id))
-            self._preempt(victim, draft)
-            if victim is sequence:
+            if self._preempt_last(draft) is sequence:
                 return False
         return True
+
+    def _preempt_last(self, draft: _Draft) -> Sequence | None:
+        if not self.running:
+            return None
+        victim = max(self.running.values(), key=lambda s: (s.is_paused, s.request.priority, s.id))
+        self._preempt(victim, draft)
+        return victim
 
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""

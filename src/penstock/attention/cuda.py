@@ -1,0 +1,340 @@
+"""Attention over pages on a GPU, by our own Triton kernels: they need nothing but torch and what it brings.
+
+A step's layout (tiles, lengths, slots, block table) goes to the device in one copy that the host does not wait for.
+"""
+
+# T tokens of the step, C chunks, H heads, K key-value heads, D head size, S slots
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from penstock.attention import triton_kernels
+from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.cache.storage import KvStorage
+
+LEAST_ROWS = 16  # of a matrix product on tensor cores
+MAX_SPLITS = 64  # a power of two
+MIN_SPLIT_KEYS = 128
+MAX_PARTIAL_BYTES = 64 * 2**20  # of the partial results of one launch
+ALIGNED_ITEMS = 4  # int32 numbers of 16 bytes
+PADDING = -1  # a tile or a slot that nothing is computed for
+
+_kernels: Any = triton_kernels  # a launch has no type that a checker knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileShape:
+    """Rows are queries times the heads of a group; programs are those that a multiprocessor holds at once."""
+
+    num_rows: int
+    num_keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileSet:
+    """Tiles of one shape: [(chunk, first query)], and the keys that each sees without a window."""
+
+    shape: TileShape
+    tiles: torch.Tensor
+    num_keys: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """One step on the device."""
+
+    slots_T: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+    tile_sets: tuple[TileSet, ...]
+
+
+def tile_shapes(group: int, head_size: int, dtype: torch.dtype) -> tuple[TileShape, TileShape]:
+    """(narrow, wide): for the few queries of a decode, which wait for memory, and for chunks, which wait for math."""
+    least_rows = max(LEAST_ROWS, _power_of_two(group))
+    padded_size = max(LEAST_ROWS, _power_of_two(head_size))
+    if dtype == torch.float32:  # strict float32 has no tensor cores; small tiles keep it in registers
+        num_keys = 32 if padded_size <= 128 else 16
+        narrow = TileShape(num_rows=least_rows, num_keys=num_keys, num_warps=4, num_stages=1, programs=2)
+        wide = TileShape(num_rows=max(32, least_rows), num_keys=num_keys, num_warps=4, num_stages=1, programs=2)
+        return narrow, wide
+    # Measured on an H200 over 32 heads of 128: few warps per program, several programs per multiprocessor.
+    if padded_size > 128:
+        narrow = TileShape(num_rows=least_rows, num_keys=32, num_warps=2, num_stages=2, programs=4)
+        wide = TileShape(num_rows=max(128, least_rows), num_keys=64, num_warps=8, num_stages=2, programs=1)
+        return narrow, wide
+    narrow = TileShape(num_rows=least_rows, num_keys=64, num_warps=2, num_stages=3, programs=4)
+    wide = TileShape(num_rows=max(128, least_rows), num_keys=64, num_warps=4, num_stages=3, programs=2)
+    return narrow, wide
+
+
+def num_splits(num_keys: np.ndarray, num_kv_heads: int, num_programs: int, largest: int) -> int:
+    """How many programs share the keys of the longest tile so that `num_programs` at once have equal work."""
+    fair_share = max(MIN_SPLIT_KEYS, float(num_keys.sum()) * num_kv_heads / num_programs)
+    return int(max(1, min(num_keys.max() / fair_share, largest, MAX_SPLITS)))
+
+
+class CudaAttention:
+    name = "triton"
+
+    def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int) -> None:
+        self.storage = storage
+        self.block_size = block_size
+        keys = storage.keys[0]
+        self.num_kv_heads, self.head_size = keys.shape[1:]
+        self.group = num_heads // self.num_kv_heads
+        self.device = keys.device
+        self._padded_size = max(LEAST_ROWS, _power_of_two(self.head_size))
+        self._narrow, self._wide = tile_shapes(self.group, self.head_size, keys.dtype)
+        self._num_processors = 132
+        if self.device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._layout: StepLayout | None = None
+        self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
+
+    def for_decodes(self, *, max_rows: int, max_context: int) -> DecodeAttention:
+        num_heads = self.group * self.num_kv_heads
+        return DecodeAttention(
+            self.storage, self.block_size, num_heads=num_heads, max_rows=max_rows, max_context=max_context
+        )
+
+    def begin_step(self, inputs: ForwardInputs) -> None:
+        starts = np.array(inputs.query_starts, dtype=np.int32)
+        contexts = np.array(inputs.context_lens, dtype=np.int32)
+        table = self._block_table(inputs)
+        counts = np.diff(starts)
+        is_narrow = counts <= self._narrow.num_rows // self.group
+        groups = [
+            (shape, *_tiles(np.flatnonzero(chosen & (counts > 0)), counts, contexts, shape.num_rows // self.group))
+            for shape, chosen in ((self._wide, ~is_narrow), (self._narrow, is_narrow))
+        ]
+        slots = _slots(starts, contexts, table, self.block_size)
+        parts = [slots, starts, contexts, table, *(tiles for _, tiles, _ in groups)]
+        slots_T, query_starts, context_lens, block_table, *tile_tensors = self._to_device(parts)
+        self._layout = StepLayout(
+            slots_T=slots_T,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_table=block_table,
+            tile_sets=tuple(
+                TileSet(shape=shape, tiles=tensor, num_keys=num_keys)
+                for (shape, tiles, num_keys), tensor in zip(groups, tile_tensors, strict=True)
+                if len(tiles)
+            ),
+        )
+
+    def store(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        layout = self._current_layout()
+        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        num_half = 0 if rotation is None else rotation.cos_T1R.shape[-1]
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        if len(q_THD):
+            _kernels.rotate_and_store[(len(q_THD),)](
+                q_THD,
+                k_TKD,
+                v_TKD,
+                q_THD if rotation is None else rotation.cos_T1R,
+                q_THD if rotation is None else rotation.sin_T1R,
+                layout.slots_T,
+                rotated_THD,
+                keys,
+                values,
+                q_THD.stride(0),
+                k_TKD.stride(0),
+                v_TKD.stride(0),
+                keys.stride(0),
+                NUM_HEADS=q_THD.shape[1],
+                PADDED_HEADS=_power_of_two(q_THD.shape[1]),
+                NUM_KV_HEADS=self.num_kv_heads,
+                PADDED_KV_HEADS=_power_of_two(self.num_kv_heads),
+                SIZE=self.head_size,
+                PADDED_SIZE=self._padded_size,
+                HALF=num_half,
+                PADDED_HALF=_power_of_two(max(1, num_half)),
+            )
+        return rotated_THD
+
+    def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        layout = self._current_layout()
+        out_THD = torch.empty_like(q_THD)
+        for tile_set in layout.tile_sets:
+            self._attend_tiles(layer, q_THD, out_THD, rule, layout, tile_set)
+        return out_THD
+
+    def _attend_tiles(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        out_THD: torch.Tensor,
+        rule: AttentionRule,
+        layout: StepLayout,
+        tile_set: TileSet,
+    ) -> None:
+        shape, num_tiles = tile_set.shape, len(tile_set.tiles)
+        splits = self._num_splits(tile_set, rule.window)
+        num_partials = num_tiles * splits * self.num_kv_heads * shape.num_rows if splits > 1 else 0
+        partials = torch.empty(num_partials, self.head_size, dtype=torch.float32, device=self.device)
+        partial_lse = torch.empty(num_partials, dtype=torch.float32, device=self.device)
+        keys = self.storage.keys[layer]
+        heads = {"GROUP": self.group, "SIZE": self.head_size, "PADDED_SIZE": self._padded_size, "ROWS": shape.num_rows}
+        _kernels.attend_tiles[(num_tiles, self.num_kv_heads, splits)](
+            q_THD,
+            keys,
+            self.storage.values[layer],
+            out_THD,
+            partials,
+            partial_lse,
+            tile_set.tiles,
+            layout.query_starts,
+            layout.context_lens,
+            layout.block_table,
+            layout.block_table.stride(0),
+            q_THD.stride(0),
+            keys.stride(0),
+            splits,
+            rule.scale if rule.softcap is None else rule.scale / rule.softcap,
+            rule.softcap or 0.0,
+            **heads,
+            PAGE=self.block_size,
+            KEYS=shape.num_keys,
+            WINDOW=rule.window or 0,
+            HAS_SOFTCAP=rule.softcap is not None,
+            IS_SPLIT=splits > 1,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+        )
+        if splits > 1:
+            _kernels.merge_splits[(num_tiles, shape.num_rows // self.group * self.group, self.num_kv_heads)](
+                partials,
+                partial_lse,
+                out_THD,
+                tile_set.tiles,
+                layout.query_starts,
+                out_THD.stride(0),
+                splits,
+                **heads,
+                PADDED_SPLITS=MAX_SPLITS,
+            )
+
+    def _num_splits(self, tile_set: TileSet, window: int | None) -> int:
+        shape = tile_set.shape
+        num_keys = tile_set.num_keys if window is None else np.minimum(tile_set.num_keys, window + shape.num_rows)
+        tile_bytes = self.num_kv_heads * shape.num_rows * self.head_size * 4
+        largest = MAX_PARTIAL_BYTES // (len(num_keys) * tile_bytes)
+        return num_splits(num_keys, self.num_kv_heads, self._num_processors * shape.programs, largest)
+
+    def _block_table(self, inputs: ForwardInputs) -> np.ndarray:
+        """[C, blocks of the longest]. Rows are kept from step to step: most sequences have the blocks they had."""
+        kept = {}
+        for sequence_id, blocks in zip(inputs.sequence_ids, inputs.block_table, strict=True):
+            row = self._block_rows.get(sequence_id)
+            kept[sequence_id] = row if row is not None and row[0] == blocks else (blocks, np.array(blocks, np.int32))
+        self._block_rows = kept
+        table = np.zeros((len(inputs.block_table), max(map(len, inputs.block_table), default=0)), np.int32)
+        for index, sequence_id in enumerate(inputs.sequence_ids):
+            row = kept[sequence_id][1]
+            table[index, : len(row)] = row
+        return table
+
+    def _to_device(self, parts: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """One copy for all of them; the host's side is pinned, so that nobody waits for it.
+
+        Every part begins at an aligned address: Triton compiles a kernel anew for an argument that is not aligned.
+        """
+        sizes = [-(-part.size // ALIGNED_ITEMS) * ALIGNED_ITEMS for part in parts]
+        packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        for part, place in zip(parts, packed.split(sizes), strict=True):
+            place.numpy()[: part.size] = part.reshape(-1)
+        places = packed.to(self.device, non_blocking=True).split(sizes)
+        return [place[: part.size].view(part.shape) for part, place in zip(parts, places, strict=True)]
+
+    def _current_layout(self) -> StepLayout:
+        assert self._layout is not None, "begin_step comes first"
+        return self._layout
+
+
+class DecodeAttention(CudaAttention):
+    """The same for steps of single tokens, over buffers that never move: such a step can be recorded and replayed."""
+
+    def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int, max_rows: int, max_context: int) -> None:
+        super().__init__(storage, block_size, num_heads=num_heads)
+        self.max_rows = max_rows
+        self._max_context = max_context
+        # Rows: slots, context lengths, and the chunk and first query of each tile, which is the row itself and 0.
+        self._rows = torch.full((4, max_rows), PADDING, dtype=torch.int32, device=self.device)
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=self.device)
+        self._table = torch.zeros(max_rows, -(-max_context // block_size), dtype=torch.int32, device=self.device)
+
+    def begin_step(self, inputs: ForwardInputs) -> None:
+        count = inputs.num_chunks
+        contexts = np.array(inputs.context_lens, dtype=np.int32)
+        table = self._block_table(inputs)
+        rows = np.full((4, self.max_rows), PADDING, dtype=np.int32)
+        rows[0, :count] = _slots(np.arange(count + 1), contexts, table, self.block_size)
+        rows[1, :count] = contexts
+        tiles = rows[2:].reshape(-1, 2)
+        tiles[:count, 0] = np.argsort(-contexts, kind="stable")
+        tiles[:count, 1] = 0
+        on_device, table_on_device = self._to_device([rows, table])
+        self._rows.copy_(on_device)
+        self._table[:count, : table.shape[1]].copy_(table_on_device)
+
+    def use_rows(self, num_rows: int) -> None:
+        """The next launches cover that many rows; how keys are split depends on nothing else."""
+        tiles = TileSet(
+            shape=self._narrow,
+            tiles=self._rows[2:].reshape(-1, 2)[:num_rows],
+            num_keys=np.full(num_rows, self._max_context),
+        )
+        self._layout = StepLayout(
+            slots_T=self._rows[0, :num_rows],
+            query_starts=self._starts,
+            context_lens=self._rows[1],
+            block_table=self._table,
+            tile_sets=(tiles,),
+        )
+
+
+def _tiles(
+    chunks: np.ndarray, counts_C: np.ndarray, contexts_C: np.ndarray, num_queries: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """([(chunk, first query)], keys of each): every query of these chunks once, the longest tiles first."""
+    tiles_C = -(-counts_C[chunks] // num_queries)
+    chunk_of_tile = np.repeat(chunks, tiles_C)
+    index = np.arange(len(chunk_of_tile)) - np.repeat(np.cumsum(tiles_C) - tiles_C, tiles_C)
+    first = index * num_queries
+    num_keys = (
+        contexts_C[chunk_of_tile] - counts_C[chunk_of_tile] + np.minimum(first + num_queries, counts_C[chunk_of_tile])
+    )
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack([chunk_of_tile, first], 1).astype(np.int32)[order], num_keys[order]
+
+
+def _slots(starts: np.ndarray, contexts_C: np.ndarray, table: np.ndarray, block_size: int) -> np.ndarray:
+    """The slot of every token of the step."""
+    counts_C = np.diff(starts)
+    chunk_T = np.repeat(np.arange(len(counts_C)), counts_C)
+    position_T = np.arange(starts[-1]) - starts[chunk_T] + (contexts_C - counts_C)[chunk_T]
+    return (table[chunk_T, position_T // block_size] * block_size + position_T % block_size).astype(np.int32)
+
+
+def _power_of_two(number: int) -> int:
+    return triton.next_power_of_2(number)

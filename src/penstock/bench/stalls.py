@@ -1,0 +1,103 @@
+"""Gaps of running streams while a long prompt arrives beside them, on the real engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.config import PrefillPriority
+from penstock.engine.engine import Engine
+from penstock.request import PrefillProgress, Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallSettings:
+    model: str
+    num_decodes: int
+    decode_context: int
+    prompt_tokens: int
+    target_ms: float
+    threads: int | None
+    dtype: str
+    most_seconds: float  # for one variant: a priority may keep the prompt waiting for very long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallResult:
+    """Gaps are times between two tokens of one stream, from the long prompt's arrival to its first token."""
+
+    name: str
+    num_gaps: int
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+    num_read: int  # of the long prompt; less than all of it where the time ran out
+    seconds: float  # to its first token, or until the time ran out
+    tokens_per_s: float  # prompt tokens read and tokens written, together
+
+
+def measure_stalls(settings: StallSettings) -> Iterator[StallResult]:
+    """One engine; the variants differ only in how a step is shared."""
+    engine = Engine.load(
+        settings.model,
+        latency_target_ms=settings.target_ms,
+        threads=settings.threads,
+        dtype=settings.dtype,
+        prefix_cache=False,
+        context=settings.prompt_tokens + 16_384,
+    )
+    with engine:
+        ceiling = engine.scheduler.budget.ceiling
+        for priority in PrefillPriority:
+            engine.set_priority(priority)
+            yield _measure(engine, settings, f"{priority.value}, target {settings.target_ms:.0f} ms")
+        engine.scheduler.budget.target_s = None
+        engine.set_priority(PrefillPriority.INTERLEAVED)
+        yield _measure(engine, settings, f"interleaved, chunks of {ceiling}, no target")
+        engine.scheduler.budget.ceiling = 0
+        yield _measure(engine, settings, "chunking off")
+
+
+def _measure(engine: Engine, settings: StallSettings, name: str) -> StallResult:
+    generator = random.Random(0)
+    vocabulary = engine.model.spec.vocab_size
+
+    def submit(length: int, max_tokens: int) -> int:
+        tokens = [generator.randrange(vocabulary) for _ in range(length)]
+        return engine.submit(tokens, max_tokens=max_tokens, ignore_eos=True)
+
+    streams = [submit(settings.decode_context, 16_000) for _ in range(settings.num_decodes)]
+    while any(sequence.num_generated < 4 for sequence in engine.scheduler.sequences.values()):
+        engine.step()
+    arrived_at = now = time.perf_counter()
+    last_token_at = dict.fromkeys(streams, arrived_at)
+    long_prompt = submit(settings.prompt_tokens, 1)
+    gaps: list[float] = []
+    num_read = 0
+    while num_read < settings.prompt_tokens and now - arrived_at < settings.most_seconds:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Token) and event.request_id in last_token_at:
+                gaps.append(now - last_token_at[event.request_id])
+                last_token_at[event.request_id] = now
+            elif isinstance(event, PrefillProgress) and event.request_id == long_prompt:
+                num_read = event.num_computed
+    num_written = len(gaps)
+    # A stream that got nothing all the while has one gap: the whole wait.
+    gaps += [now - at for at in last_token_at.values() if at == arrived_at]
+    for request_id in (*streams, long_prompt):
+        engine.abort(request_id)
+    gaps.sort()
+    return StallResult(
+        name=name,
+        num_gaps=len(gaps),
+        gap_p50_ms=gaps[len(gaps) // 2] * 1e3,
+        gap_p99_ms=gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))] * 1e3,
+        gap_max_ms=gaps[-1] * 1e3,
+        num_read=num_read,
+        seconds=now - arrived_at,
+        tokens_per_s=(num_read + num_written) / (now - arrived_at),
+    )

@@ -1,0 +1,206 @@
+"""`penstock bench`: the scheduler in virtual time, and what scheduling costs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.config import DEFAULT_MODEL
+from penstock.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.bench.report import Summary
+
+bench = typer.Typer(help="Measurements that anyone can repeat.", no_args_is_help=True)
+
+EXIT_CHECK_FAILED = 1
+SCENARIO_NAMES = ("beside-64k", "questions", "bursts", "day")
+COST_NAMES = ("h200", "cpu")
+MOST_US_AT_256 = 1_000.0
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+
+
+@bench.command()
+def schedule(
+    scenario: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(SCENARIO_NAMES)}; may be repeated, all unless given.")
+    ] = None,
+    cost: Annotated[list[str] | None, typer.Option(help="h200 or cpu; may be repeated, both unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals and the noise.")] = 1,
+    json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw TTFT against gaps into this .png or .svg file.")] = None,
+) -> None:
+    """Replay arrivals through the real scheduler in virtual time, with measured costs in place of a model."""
+    scenarios = _chosen("--scenario", scenario, SCENARIO_NAMES)
+    costs = _chosen("--cost", cost, COST_NAMES)
+    if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
+        raise InvalidSetting(f"--plot is {str(plot)!r}; the file must end in .png or .svg.")
+    raise typer.Exit(_schedule(scenarios, costs, seed=seed, as_json=json, plot=plot))
+
+
+@bench.command("scheduling-cost")
+def scheduling_cost(json: Json = False) -> None:
+    """Time the scheduler itself, per step, with 16 to 1024 running sequences beside one long prompt."""
+    raise typer.Exit(_scheduling_cost(as_json=json))
+
+
+@bench.command()
+def stalls(
+    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.")] = DEFAULT_MODEL,
+    decodes: Annotated[int, typer.Option(help="Streams that run when the long prompt arrives.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the long prompt.")] = 6000,
+    latency_target_ms: Annotated[float, typer.Option(help="The target that the priorities are measured under.")] = 150,
+    threads: Annotated[int | None, typer.Option(help="Processor threads.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    most_seconds: Annotated[float, typer.Option(help="Time for one variant; then it says how far it came.")] = 90,
+    json: Json = False,
+) -> None:
+    """Measure the gaps of running streams while a long prompt is read beside them, on the real engine."""
+    from pydantic import TypeAdapter
+
+    from penstock.bench.stalls import StallResult, StallSettings, measure_stalls
+
+    settings = StallSettings(
+        model=model,
+        num_decodes=decodes,
+        decode_context=100,
+        prompt_tokens=prompt_tokens,
+        target_ms=latency_target_ms,
+        threads=threads,
+        dtype=dtype,
+        most_seconds=most_seconds,
+    )
+    results = []
+    for result in measure_stalls(settings):
+        results.append(result)
+        if not json:
+            print(
+                f"{result.name:<38} gap p50 {result.gap_p50_ms:>8.0f} ms  p99 {result.gap_p99_ms:>8.0f} ms  "
+                f"max {result.gap_max_ms:>8.0f} ms  read {result.num_read:>6} in {result.seconds:>6.1f} s  "
+                f"{result.tokens_per_s:>6.0f} tok/s",
+                flush=True,
+            )
+    if json:
+        print(TypeAdapter(list[StallResult]).dump_json(results, indent=2).decode())
+
+
+def _chosen(flag: str, names: list[str] | None, known: tuple[str, ...]) -> list[str]:
+    for name in names or []:
+        if name not in known:
+            raise InvalidSetting(f"{flag} is {name!r}; it must be one of {', '.join(known)}.")
+    return list(dict.fromkeys(names or known))
+
+
+def _schedule(scenarios: list[str], costs: list[str], *, seed: int, as_json: bool, plot: Path | None) -> int:
+    from pydantic import BaseModel
+    from rich.console import Console
+
+    from penstock.bench.costs import MACHINES
+    from penstock.bench.report import TARGETS_S, Check, Summary, check_all, check_lone_question
+    from penstock.bench.simulate import simulate
+    from penstock.bench.workloads import SCENARIOS, SIZES
+    from penstock.config import PrefillPriority
+
+    class Report(BaseModel):
+        seed: int
+        sources: dict[str, str]
+        titles: dict[str, str]
+        runs: list[Summary]
+        checks: list[Check]
+
+    out, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    runs: list[Summary] = []
+    checks: list[Check] = []
+    titles: dict[str, str] = {}
+    for machine in (MACHINES[name] for name in costs):
+        if not as_json:
+            out.print(f"{machine.name}: costs fitted to {machine.source}; scenarios {machine.scale}; ", end="")
+            out.print(f"at most {machine.ceiling:,} tokens per step, floor {machine.floor}")
+        for name in scenarios:
+            trace = SCENARIOS[name](SIZES[machine.name], Random(seed))
+            titles[f"{machine.name} {name}"] = trace.title
+            began = time.perf_counter()
+            found = []
+            for priority in PrefillPriority:
+                for target_s in TARGETS_S:
+                    run = simulate(trace, machine, priority=priority, target_s=target_s, seed=seed)
+                    found.append(Summary.of(run, name))
+            runs += found
+            if not as_json:
+                _show(out, f"{machine.name}, {name}: {trace.title}", found)
+            progress.print(f"{machine.name} {name}: {len(found)} runs in {time.perf_counter() - began:.1f} s")
+        if "questions" in scenarios:
+            checks += check_lone_question(machine, seed=seed)
+    checks += check_all(runs)
+    if plot is not None:
+        from penstock.bench.plot import plot as draw
+
+        draw(runs, plot)
+    if as_json:
+        sources = {name: MACHINES[name].source for name in costs}
+        print(Report(seed=seed, sources=sources, titles=titles, runs=runs, checks=checks).model_dump_json(indent=2))
+    for check in checks:
+        line = f"{'PASS' if check.holds else 'FAIL'} {check.name}: {check.found}"
+        print(line, file=sys.stderr if as_json else sys.stdout)
+    return 0 if all(check.holds for check in checks) else EXIT_CHECK_FAILED
+
+
+def _show(out: Console, title: str, summaries: list[Summary]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    columns = ("target", "TTFT p50 s", "p99", "long prompt", "gap p50 ms", "p99", "read tok/s", "written tok/s")
+    table.add_column("priority")
+    for column in (*columns, "preempted", "longest wait s"):
+        table.add_column(column, justify="right")
+    for index, s in enumerate(summaries):
+        if index and s.priority is not summaries[index - 1].priority:
+            table.add_section()
+        table.add_row(
+            s.priority.value,
+            "none" if s.target_ms is None else f"{s.target_ms:g}",
+            f"{s.ttft_p50_s:.2f}",
+            f"{s.ttft_p99_s:.2f}",
+            "" if s.long_prompt_ttft_s is None else f"{s.long_prompt_ttft_s:.2f}",
+            f"{s.gap_p50_ms:.1f}",
+            f"{s.gap_p99_ms:.1f}",
+            f"{s.prompt_tokens_per_s:,.0f}",
+            f"{s.generated_tokens_per_s:,.0f}",
+            f"{s.num_preemptions:,}",
+            f"{s.longest_wait_s:.2f}" if s.is_complete else "given up",
+        )
+    out.print(table)
+
+
+def _scheduling_cost(*, as_json: bool) -> int:
+    from pydantic import TypeAdapter
+
+    from penstock.bench.scheduling_cost import NUM_SEQUENCES, SchedulingCost, measure
+
+    costs = [measure(number) for number in NUM_SEQUENCES]
+    if as_json:
+        print(TypeAdapter(list[SchedulingCost]).dump_json(costs, indent=2).decode())
+    else:
+        for cost in costs:
+            print(
+                f"{cost.num_sequences:5} sequences: {cost.us_per_step:8.0f} us per step, "
+                f"{cost.us_per_sequence:6.2f} us per sequence"
+            )
+    at_256 = next(cost for cost in costs if cost.num_sequences == 256)
+    largest = costs[-1]
+    is_fast = at_256.us_per_step <= MOST_US_AT_256
+    # Linear: a sequence costs no more among 1024 than among 256, but for the noise of a machine.
+    is_linear = largest.us_per_sequence <= 1.5 * at_256.us_per_sequence
+    stream = sys.stderr if as_json else sys.stdout
+    print(f"{'PASS' if is_fast else 'FAIL'} at most 1 ms per step with 256: {at_256.us_per_step:.0f} us", file=stream)
+    ratio = largest.us_per_sequence / at_256.us_per_sequence
+    print(f"{'PASS' if is_linear else 'FAIL'} grows linearly to {largest.num_sequences}: {ratio:.2f} x", file=stream)
+    return 0 if is_fast and is_linear else EXIT_CHECK_FAILED

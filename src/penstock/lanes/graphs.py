@@ -1,0 +1,80 @@
+"""Steps of single tokens recorded as CUDA graphs: one launch instead of hundreds, for batches on a ladder of sizes."""
+
+# M hidden size
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.attention.backend import ForwardInputs
+from penstock.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from penstock.attention.cuda import DecodeAttention
+
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+
+
+class DecodeGraphs:
+    """A step is padded to the next size; its padding computes nothing. A size is recorded when it is first needed."""
+
+    def __init__(self, decoder: Decoder, attention: DecodeAttention) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        device = decoder.device
+        self._ids = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
+        self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
+        self._recorded: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool: Any = None  # one pool of memory for all recordings
+
+    def fits(self, inputs: ForwardInputs) -> bool:
+        num_tokens = len(inputs.ids_T)
+        is_decode = inputs.query_starts == tuple(range(num_tokens + 1)) and inputs.num_chunks == num_tokens
+        return is_decode and 0 < num_tokens <= self.attention.max_rows and len(set(inputs.rotary_variants)) == 1
+
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Hidden states of the step's tokens; the next call writes over them."""
+        num_tokens = len(inputs.ids_T)
+        self._ids[:num_tokens].copy_(inputs.ids_T)
+        self._positions[:num_tokens].copy_(inputs.positions_T)
+        self.attention.begin_step(inputs)
+        size = min(SIZES[bisect_left(SIZES, num_tokens)], self.attention.max_rows)
+        key = (size, inputs.rotary_variants[0])
+        if key not in self._recorded:
+            self._recorded[key] = self._record(size, inputs.rotary_variants[0])
+        graph, hidden_TM = self._recorded[key]
+        graph.replay()
+        return hidden_TM[:num_tokens]
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """Ahead of time, so that no request waits for a recording."""
+        for size in SIZES:
+            if size <= self.attention.max_rows:
+                self._recorded[size, "default"] = self._record(size, "default")
+
+    def _record(self, size: int, variant: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        self.attention.use_rows(size)
+        inputs = ForwardInputs(
+            ids_T=self._ids[:size],
+            positions_T=self._positions[:size],
+            query_starts=(),
+            context_lens=(),
+            block_table=(),
+            rotary_variants=(variant,),
+            sequence_ids=(),
+            logit_rows=self._ids[:0],
+        )
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles the kernels; it writes what the replay will write again
+            self.decoder.forward(inputs, self.attention)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            hidden_TM = self.decoder.forward(inputs, self.attention)
+        self._pool = graph.pool()
+        return graph, hidden_TM

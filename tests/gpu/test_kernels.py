@@ -1,0 +1,199 @@
+"""The GPU backend against plain attention over whole sequences: on the card, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
+
+from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.cpu import CpuAttention
+from penstock.attention.cuda import CudaAttention, DecodeAttention, num_splits
+from penstock.cache.storage import KvStorage
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 16
+CAUSAL = AttentionRule(scale=0.3)
+RULES = {
+    "causal": CAUSAL,
+    "window 5": AttentionRule(scale=0.3, window=5),
+    "window 40": AttentionRule(scale=0.3, window=40),
+    "softcap": AttentionRule(scale=0.3, softcap=2.0),
+    "softcap, window 33": AttentionRule(scale=0.3, softcap=2.0, window=33),
+}
+# Whole prompts, later chunks, decodes (one of them the first token), short chunks, and a chunk of no token.
+CHUNKS = [(0, 1), (0, 37), (99, 100), (64, 128), (20, 20), (70, 75), (300, 341), (511, 512)]
+
+
+def dense(q, k, v, first, rule):
+    """[T, H, D] of queries at positions first... over all keys, with the whole score matrix in view."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * rule.scale
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    positions, keys = torch.arange(first, first + len(q))[:, None], torch.arange(len(k))
+    seen = keys <= positions
+    if rule.window:
+        seen &= keys > positions - rule.window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, v).float()
+
+
+class Step:
+    """Random chunks of several sequences, whose pages lie scattered among slots that hold NaN."""
+
+    def __init__(self, chunks, *, heads=4, kv_heads=2, size=64, dtype=torch.float32, block=BLOCK, layout="scattered"):
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.chunks, self.block = chunks, block
+        num_blocks = [-(-end // block) for _, end in chunks]
+        free = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
+        if layout == "one run":
+            free = sorted(free, reverse=True)
+        self.tables = [tuple(free.pop() for _ in range(count)) for count in num_blocks]
+        self.q = [normal(end - start, heads, size) for start, end in chunks]
+        self.k, self.v = ([normal(end, kv_heads, size) for _, end in chunks] for _ in range(2))
+        self.shape = {"num_layers": 1, "num_slots": block * (sum(num_blocks) + 5), "num_kv_heads": kv_heads}
+        self.shape |= {"head_size": size, "dtype": dtype}
+        self.num_heads = heads
+
+    def storage(self, device=DEVICE):
+        storage = KvStorage(**self.shape, device=device)
+        for pages in (storage.keys[0], storage.values[0]):
+            pages.fill_(float("nan"))
+        return storage
+
+    def slots(self, index, first, last):
+        return [self.tables[index][p // self.block] * self.block + p % self.block for p in range(first, last)]
+
+    def inputs(self):
+        starts = [0]
+        for start, end in self.chunks:
+            starts.append(starts[-1] + end - start)
+        return ForwardInputs(
+            ids_T=torch.zeros(starts[-1], dtype=torch.long),
+            positions_T=torch.cat([torch.arange(start, end) for start, end in self.chunks]),
+            query_starts=tuple(starts),
+            context_lens=tuple(end for _, end in self.chunks),
+            block_table=self.tables,
+            rotary_variants=("default",) * len(self.chunks),
+            sequence_ids=tuple(range(len(self.chunks))),
+            logit_rows=torch.zeros(0, dtype=torch.long),
+        )
+
+    def attended(self, rule, num_processors=None):
+        storage = self.storage()
+        for index, (_, end) in enumerate(self.chunks):
+            slots = self.slots(index, 0, end)
+            storage.keys[0][slots] = self.k[index].to(DEVICE)
+            storage.values[0][slots] = self.v[index].to(DEVICE)
+        attention = CudaAttention(storage, self.block, num_heads=self.num_heads)
+        attention._num_processors = num_processors or attention._num_processors
+        attention.begin_step(self.inputs())
+        return attention.attend(0, torch.cat(self.q).to(DEVICE), rule).cpu().float()
+
+    def expected(self, rule):
+        found = [dense(q, k, v, c[0], rule) for q, k, v, c in zip(self.q, self.k, self.v, self.chunks, strict=True)]
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("num_processors", [1, 132], ids=["whole", "split"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_paged_attention_equals_plain_attention(rule, num_processors):
+    """With one processor nothing is split; with many, the longest decodes are shared by several programs."""
+    step = Step(CHUNKS)
+    assert (step.attended(rule, num_processors) - step.expected(rule)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(1, 1, 8), (9, 3, 64), (8, 1, 80), (6, 6, 24), (5, 1, 96), (4, 2, 128), (4, 2, 256), (20, 1, 16)],
+)
+def test_head_shapes(heads, kv_heads, size):
+    step = Step([(0, 50), (333, 334), (20, 41), (60, 63)], heads=heads, kv_heads=kv_heads, size=size)
+    assert (step.attended(CAUSAL) - step.expected(CAUSAL)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("block", [1, 16, 48, 64, 128])
+@pytest.mark.parametrize("layout", ["one run", "scattered"])
+def test_page_sizes_and_layouts(block, layout):
+    step = Step([(0, 70), (299, 300), (128, 140)], block=block, layout=layout)
+    for rule in (CAUSAL, RULES["window 40"]):
+        assert (step.attended(rule) - step.expected(rule)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_half_precision_stays_close(dtype, size):
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter multiplies the bits of bfloat16 numbers, not the numbers")
+    step = Step([(0, 150), (400, 401), (100, 230)], size=size, dtype=dtype)
+    for rule in (AttentionRule(scale=size**-0.5), AttentionRule(scale=size**-0.5, window=40)):
+        expected = step.expected(rule)
+        assert (step.attended(rule) - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_a_step_of_decodes_alone_and_one_of_chunks_alone():
+    for chunks in ([(n, n + 1) for n in (0, 15, 16, 17, 700)], [(0, 65)], [(3, 3)]):
+        step = Step(chunks)
+        difference = step.attended(CAUSAL) - step.expected(CAUSAL)
+        assert difference.abs().amax() < 2e-5 if difference.numel() else True
+
+
+def test_static_buffers_give_what_fresh_ones_give_and_padding_is_left_alone():
+    step = Step([(n, n + 1) for n in (40, 0, 300, 17)])
+    storage = step.storage()
+    for index, (_, end) in enumerate(step.chunks):
+        slots = step.slots(index, 0, end)
+        storage.keys[0][slots], storage.values[0][slots] = step.k[index].to(DEVICE), step.v[index].to(DEVICE)
+    written = storage.keys[0].clone()
+    attention = DecodeAttention(storage, BLOCK, num_heads=step.num_heads, max_rows=8, max_context=512)
+    for rule in (CAUSAL, RULES["window 40"]):
+        attention.begin_step(step.inputs())
+        attention.use_rows(6)
+        q = torch.cat([*step.q, torch.full((2, *step.q[0].shape[1:]), float("nan"))]).to(DEVICE)
+        k = torch.stack([k[-1] for k in step.k] + [q[-1, :2].cpu()] * 2).to(DEVICE)
+        v = torch.stack([v[-1] for v in step.v] + [q[-1, :2].cpu()] * 2).to(DEVICE)
+        attended = attention.attend(0, attention.store(0, q, k, v, None), rule)[:4].cpu()
+        assert (attended - step.expected(rule)).abs().max() < 2e-5
+    assert torch.equal(storage.keys[0].nan_to_num(), written.nan_to_num())
+
+
+@pytest.mark.parametrize("num_half", [0, 8, 20, 40])
+def test_keys_are_rotated_into_the_pages_as_on_the_cpu(num_half):
+    step = Step([(0, 20), (33, 34), (40, 40), (100, 117)], heads=6, kv_heads=3, size=80)
+    num_tokens = sum(map(len, step.q))
+    generator = torch.Generator().manual_seed(5)
+    # Queries, keys and values are parts of one product, so that their rows are further apart than they are wide.
+    product = torch.randn(num_tokens, 12 * 80, generator=generator)
+    angles = torch.rand(num_tokens, 1, num_half, generator=generator) * 100
+    pages, rotated = [], []
+    for device, backend in ((torch.device("cpu"), CpuAttention), (DEVICE, CudaAttention)):
+        parts = [part.unflatten(-1, (-1, 80)) for part in product.to(device).split([480, 240, 240], -1)]
+        cos, sin = angles.cos().to(device), angles.sin().to(device)
+        rotation = Rotation(cos_T1R=cos, sin_T1R=sin) if num_half else None
+        storage = step.storage(device)
+        options = {"num_heads": 6} if backend is CudaAttention else {}
+        attention = backend(storage, BLOCK, **options)
+        attention.begin_step(step.inputs())
+        rotated.append(attention.store(0, *parts, rotation).cpu())
+        pages.append(torch.stack([storage.keys[0], storage.values[0]]).cpu())
+    assert (rotated[0] - rotated[1]).abs().max() < 1e-5
+    assert torch.equal(pages[0].isnan(), pages[1].isnan()), "the same slots are written"
+    assert (pages[0] - pages[1]).nan_to_num().abs().max() < 1e-5
+
+
+def test_splits_share_the_work_and_stay_few():
+    import numpy as np
+
+    assert num_splits(np.array([32_768] * 8), 8, 264, 64) == 4  # 256 programs at once
+    assert num_splits(np.array([1024] * 256), 8, 264, 64) == 1  # there is enough work already
+    assert num_splits(np.array([1024]), 8, 264, 64) == 8  # no share is smaller than it is worth
+    assert num_splits(np.array([100_000]), 1, 264, 10) == 10  # bounded by the memory of the partial results

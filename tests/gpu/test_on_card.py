@@ -1,0 +1,110 @@
+"""Tiny models on the card: what the CPU gives in float32, in chunks and whole."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from tiny_models import CONFIGS, prompt, save_tiny_model
+
+from penstock.engine.engine import Engine
+
+TOLERANCE = 1e-4
+NUM_GENERATED = 16
+PROMPT = prompt(150)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            save_tiny_model(name, made[name])
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture
+def read(folders):
+    """(logits of each generated token, output) of a greedy run that ignores the end token."""
+
+    def run(name, tokens=PROMPT, **settings):
+        settings = {"dtype": "float32", "memory": "4GiB", "device": "cuda"} | settings
+        engine = Engine.load(str(folders(name)), **settings)
+        lane, steps = engine.model.lane, []
+        run_lane = lane.run
+
+        def record(inputs):
+            logits = run_lane(inputs)
+            if len(logits):
+                steps.append(logits.cpu())
+            return logits
+
+        lane.run = record
+        output = engine.generate(tokens, max_tokens=NUM_GENERATED, ignore_eos=True)
+        engine.close()
+        return torch.cat(steps), output
+
+    return run
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_on_the_gpu_equals_float32_on_the_cpu_for_every_chunk_size(name, read):
+    expected, expected_output = read(name, device="cpu", chunk_size=0, threads=4)
+    for chunk_size in (0, 1, 7, 16, 64, 512):
+        logits, output = read(name, chunk_size=chunk_size)
+        assert (logits - expected).abs().max() <= TOLERANCE, f"chunk size {chunk_size}"
+        assert output.token_ids == expected_output.token_ids, f"chunk size {chunk_size}"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_bfloat16_in_chunks_is_no_further_from_float32_than_the_whole_prompt(name, read):
+    exact, _ = read(name, chunk_size=0)
+    whole, _ = read(name, chunk_size=0, dtype="bfloat16")
+    yardstick = (whole[0] - exact[0]).abs().max()
+    for chunk_size in (1, 7, 64):
+        logits, _ = read(name, chunk_size=chunk_size, dtype="bfloat16")
+        assert (logits[0] - exact[0]).abs().max() <= 1.5 * yardstick
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope", "qwen2-mixed-windows"])
+def test_many_requests_at_once_equal_each_alone(name, folders, read):
+    prompts = [prompt(length, seed=length) for length in (1, 5, 40, 97, 150)]
+    alone = [read(name, tokens, chunk_size=0)[1].token_ids for tokens in prompts]
+    with Engine.load(str(folders(name)), dtype="float32", memory="4GiB", device="cuda", chunk_size=24) as engine:
+        together = engine.generate_batch(prompts, max_tokens=NUM_GENERATED, ignore_eos=True)
+    assert [output.token_ids for output in together] == alone
+
+
+def test_sampling_with_a_seed_gives_what_the_cpu_gives(folders):
+    answers = []
+    for device in ("cpu", "cuda"):
+        with Engine.load(str(folders("llama")), dtype="float32", memory="4GiB", device=device) as engine:
+            output = engine.generate(
+                PROMPT, max_tokens=12, temperature=0.8, top_k=40, top_p=0.95, seed=7, frequency_penalty=0.5,
+                repetition_penalty=1.1, ignore_eos=True, logprobs=2,
+            )  # fmt: skip
+        answers.append(output)
+    assert answers[0].token_ids == answers[1].token_ids
+    assert all(
+        abs(one.logprob - other.logprob) < 1e-4
+        for one, other in zip(answers[0].logprobs, answers[1].logprobs, strict=True)
+    )
+
+
+def test_a_step_waits_for_nothing_but_its_tokens(folders):
+    """What the host does between two steps is not held up by the device: no hidden synchronisation."""
+    with Engine.load(str(folders("qwen3")), dtype="bfloat16", memory="4GiB", device="cuda") as engine:
+        engine.generate(PROMPT, max_tokens=2, ignore_eos=True)  # compiles
+        engine.submit(prompt(100, seed=9), max_tokens=4, ignore_eos=True)
+        plan = engine.scheduler.next_step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine._runner.run(plan, engine.scheduler.sequences)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            engine.scheduler.fail(plan.step)
