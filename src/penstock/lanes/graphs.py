@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +77,20 @@ class DecodeGraphs:
             self.decoder.forward(inputs, self.attention)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _without_collection(), torch.cuda.graph(graph, pool=self._pool):
             hidden_TM = self.decoder.forward(inputs, self.attention)
         self._pool = graph.pool()
         return graph, hidden_TM
+
+
+@contextmanager
+def _without_collection() -> Generator[None]:
+    """A forgotten graph that is collected while another is recorded would be freed on the recording stream."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
