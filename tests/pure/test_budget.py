@@ -85,8 +85,11 @@ def test_equal_steps_for_a_long_time_do_not_spoil_the_fit():
 
 def test_a_long_day_of_decodes_with_a_rare_chunk_keeps_the_fit():
     """Steps that never touch a direction must not make the fit forget it, nor lose its numbers to rounding."""
-    cost = StepCost(TRUTH)
     generator = random.Random(5)
+    # Calibrated with chunks far larger than the day's, as on a GPU.
+    loads = [StepLoad().with_chunk(start, size) for start in (0, 2048, 8192) for size in (2048, 256)]
+    loads += [StepLoad(num_tokens=count, decode_contexts=count * 2048) for count in (1, 4, 4, 8)]
+    cost = StepCost.fitted([(load, true_seconds(load) * generator.gauss(1, 0.02)) for load in loads])
     for step in range(30_000):
         load = StepLoad()
         for _ in range(generator.randrange(1, 5)):

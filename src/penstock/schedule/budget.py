@@ -102,8 +102,9 @@ class StepCost:
 
     # Recent steps count more: a machine's speed changes with its heat and its neighbours.
     MEMORY = 0.98
-    # What is forgotten in directions that no step touches stops here, or the fit would lose all hold on them.
-    MOST_UNCERTAINTY = 10.0
+    # Variances relative to an ordinary step: before anything was seen, and the most that forgetting brings back.
+    # More, and after hours of steps that hardly touch a direction their noise would decide it.
+    FIRST_UNCERTAINTY, MOST_UNCERTAINTY = 10.0, 0.05
     # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
 
@@ -114,7 +115,7 @@ class StepCost:
         self.relative_error = 0.05  # of recent predictions, on average
         self._scales = tuple(scales)  # how large each feature is in an ordinary step
         self._unit_s: float | None = None  # how long an ordinary step takes: the first one seen
-        self._covariance = [[self.MOST_UNCERTAINTY if i == j else 0.0 for j in range(4)] for i in range(4)]
+        self._covariance = [[self.FIRST_UNCERTAINTY if i == j else 0.0 for j in range(4)] for i in range(4)]
 
     @classmethod
     def fitted(cls, observations: Sequence[tuple[StepLoad, float]]) -> StepCost:
