@@ -2,7 +2,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_models import save_tiny_model
 from transformers import PreTrainedModel
 
@@ -37,24 +36,3 @@ def load(tiny) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
-
-
-class LogitRecorder:
-    """Keeps the logits that the lane gives, in the order in which it gives them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.steps: list[torch.Tensor] = []
-        self._lane = engine.model.lane
-        self.facts = self._lane.facts
-        self.shape = self._lane.shape
-        engine._runner.lane = self
-
-    def run(self, inputs):
-        logits = self._lane.run(inputs)
-        if len(logits):
-            self.steps.append(logits.clone())
-        return logits
-
-    @property
-    def all(self) -> torch.Tensor:
-        return torch.cat(self.steps)

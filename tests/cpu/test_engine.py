@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from conftest import LogitRecorder
+from logit_recorder import LogitRecorder
 from tiny_models import VOCABULARY, prompt, reference_logits
 
 from penstock.errors import InvalidPrompt, InvalidSetting, MemoryTooSmall, PromptTooLong, UnknownLane

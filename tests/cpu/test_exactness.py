@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import LogitRecorder
+from logit_recorder import LogitRecorder
 from tiny_models import CONFIGS, prompt, reference_logits
 
 TOLERANCE = 1e-4
