@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 run: setup
-	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120
+	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120 --repetition-penalty 1.15
 
 test: setup
 	$(BIN)/python -m pytest -m "not evidence"
