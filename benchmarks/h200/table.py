@@ -15,22 +15,21 @@ VLLM = {
     "tpot_256_1024": 0.0198,
     "tpot_8_32768": 0.0148,
 }
-VLLM_MIXED = {"8192": (3.55, 0.656), "2048": (3.77, 0.190), "512": (4.50, 0.0487)}  # TTFT, p99 gap
+VLLM_MIXED = {8192: (3.55, 0.656), 2048: (3.77, 0.190), 512: (4.50, 0.0487)}  # by tokens per step: TTFT, p99 gap
 VLLM_OFFLINE = 32_200.0  # tokens/s
 
 
 def main() -> None:
     last = json.loads((Path(__file__).parent / "last.json").read_text())
     result = last["result"]
-    print(f"commit {last['commit']}, {result['device']}, torch {last['torch']}, triton {last['triton']}")
+    print(f"commit {last['commit']}, {result['device']}")
     print("work                        penstock        vllm   vllm / penstock")
     for key, theirs in VLLM.items():
         print(f"{key:<22} {result[key] * 1e3:>10.2f} ms {theirs * 1e3:>8.2f} ms {theirs / result[key]:>12.2f}")
-    for budget, (ttft, gap) in VLLM_MIXED.items():
-        mixed = last["mixed_by_budget"][budget]
-        print(f"mixed {budget:<5} TTFT {mixed['ttft']:>17.2f} s {ttft:>9.2f} s {ttft / mixed['ttft']:>12.2f}")
-        ours = mixed["itl_p99"]
-        print(f"mixed {budget:<5} p99 gap {ours * 1e3:>13.1f} ms {gap * 1e3:>8.1f} ms {gap / ours:>12.2f}")
+    ttft, gap = VLLM_MIXED[result["batched"]]
+    mixed = result["mixed"]
+    print(f"mixed TTFT {mixed['ttft']:>23.2f} s {ttft:>9.2f} s {ttft / mixed['ttft']:>12.2f}")
+    print(f"mixed p99 gap {mixed['itl_p99'] * 1e3:>19.1f} ms {gap * 1e3:>8.1f} ms {gap / mixed['itl_p99']:>12.2f}")
     ours = result["offline"]["tok_s"]
     print(f"offline {ours:>21,.0f} tok/s {VLLM_OFFLINE:>6,.0f} tok/s {ours / VLLM_OFFLINE:>9.2f} (ours / theirs)")
 

@@ -104,7 +104,8 @@ def test_a_step_waits_for_nothing_but_its_tokens(folders):
         plan = engine.scheduler.next_step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            engine._runner.run(plan, engine.scheduler.sequences)
+            logits = engine._runner.run(plan, engine.scheduler.sequences)  # a hidden synchronisation raises here
         finally:
             torch.cuda.set_sync_debug_mode("default")
             engine.scheduler.fail(plan.step)
+        assert set(logits) == {chunk.sequence_id for chunk in plan.chunks}
