@@ -4,27 +4,13 @@ import itertools
 
 import pytest
 import torch
+from dense_attention import dense
 
 from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.cpu import QUERY_ROWS, CpuAttention, contiguous_runs, segments
 from penstock.cache.storage import KvStorage
 
 BLOCK = 16
-
-
-def dense(q, k, v, first, rule):
-    """[T, H, D] of queries at positions first... over all keys, with the whole score matrix in view."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
-    scores = torch.einsum("thd,shd->hts", q.double(), k) * rule.scale
-    if rule.softcap:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    positions, keys = torch.arange(first, first + len(q))[:, None], torch.arange(len(k))
-    seen = keys <= positions
-    if rule.window:
-        seen &= keys > positions - rule.window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("hts,shd->thd", weights, v).float()
 
 
 def block_table(num_blocks, layout, first_free):

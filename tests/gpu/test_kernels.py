@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from dense_attention import dense
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -26,21 +27,6 @@ RULES = {
 }
 # Whole prompts, later chunks, decodes (one of them the first token), short chunks, and a chunk of no token.
 CHUNKS = [(0, 1), (0, 37), (99, 100), (64, 128), (20, 20), (70, 75), (300, 341), (511, 512)]
-
-
-def dense(q, k, v, first, rule):
-    """[T, H, D] of queries at positions first... over all keys, with the whole score matrix in view."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
-    scores = torch.einsum("thd,shd->hts", q.double(), k) * rule.scale
-    if rule.softcap:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    positions, keys = torch.arange(first, first + len(q))[:, None], torch.arange(len(k))
-    seen = keys <= positions
-    if rule.window:
-        seen &= keys > positions - rule.window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("hts,shd->thd", weights, v).float()
 
 
 class Step:
