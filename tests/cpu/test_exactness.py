@@ -56,7 +56,9 @@ def test_a_prefix_hit_changes_nothing(name, load):
     assert output.token_ids == whole_output.token_ids
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope", "qwen2-mixed-windows", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "phi3-longrope", "qwen2-mixed-windows", "gemma2", "qwen3-moe", "gpt-oss"]
+)
 def test_many_requests_at_once_equal_each_alone(name, load):
     prompts = [prompt(length, seed=length) for length in (1, 5, 40, 97, 150)]
     alone = [read(load(name, chunk_size=0), tokens)[1].token_ids for tokens in prompts]

@@ -74,6 +74,11 @@ class AttentionBackend(Protocol):
         """Rotates queries and keys; keys and values go straight to the pages, the queries are returned."""
         ...
 
-    def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        """[T, H, D]: every token over the tokens of its own sequence up to itself."""
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H, D]: every token over the tokens of its own sequence up to itself.
+
+        A sink is a float32 logit per head: it takes its share of the softmax and adds nothing.
+        """
         ...

@@ -123,8 +123,8 @@ def attention_backend(storage: KvStorage, block_size: int, spec: DecoderSpec) ->
 def decode_graphs(
     decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
 ) -> DecodeGraphs | None:
-    """None on a CPU, which has nothing to record."""
-    if decoder.device.type != "cuda":
+    """None on a CPU, which has nothing to record, and with experts, whose rows the host counts in every layer."""
+    if decoder.device.type != "cuda" or decoder.spec.experts is not None:
         return None
     from penstock.attention.cuda import CudaAttention
 

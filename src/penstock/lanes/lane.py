@@ -75,7 +75,7 @@ def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=spec.widest_mlp,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters,
         largest_matrix=_largest_matrix(spec),
@@ -86,4 +86,4 @@ def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
 
 
 def _largest_matrix(spec: DecoderSpec) -> int:
-    return spec.hidden_size * max(2 * spec.intermediate_size, spec.qkv_rows)
+    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows)

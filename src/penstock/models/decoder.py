@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, Rotation
-from penstock.models.layers import Linear, RmsNorm, gated_activation
+from penstock.models.experts import Experts
+from penstock.models.layers import GatedMlp, Linear, RmsNorm
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
@@ -22,8 +24,8 @@ class Layer:
     rule: AttentionRule
     qkv: Linear
     output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMlp | Experts
+    sinks_H: torch.Tensor | None  # None: the layer has none
     norms: dict[str, RmsNorm]  # by their names in the checkpoint; absent ones are not applied
 
 
@@ -84,19 +86,20 @@ class Decoder:
         if spec.qk_norm == "head":
             q_THD, k_TKD = _normed(layer, "self_attn.q_norm", q_THD), _normed(layer, "self_attn.k_norm", k_TKD)
         rotated_THD = attention.store(index, q_THD, k_TKD, v_TKD, rotation)
-        attended_THD = attention.attend(index, rotated_THD, layer.rule)
+        attended_THD = attention.attend(index, rotated_THD, layer.rule, layer.sinks_H)
         self._add(layer, "attention", layer.output, attended_THD.flatten(1), hidden_TM)
 
     def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
         normed = _normed(layer, self._mlp_input_norm, hidden_TM)
-        gated = gated_activation(layer.gate_up(normed), self.spec.activation)
-        self._add(layer, "mlp", layer.down, gated, hidden_TM)
+        self._add(layer, "mlp", layer.mlp, normed, hidden_TM)
 
-    def _add(self, layer: Layer, part: str, linear: Linear, x: torch.Tensor, hidden_TM: torch.Tensor) -> None:
+    def _add(
+        self, layer: Layer, part: str, last: Linear | GatedMlp | Experts, x: torch.Tensor, hidden_TM: torch.Tensor
+    ) -> None:
         if norm := self._output_norm(part):
-            hidden_TM += layer.norms[norm](linear(x))
+            hidden_TM += layer.norms[norm](last(x))
         else:
-            linear.add_to(hidden_TM, x)
+            last.add_to(hidden_TM, x)
 
     def _rotation(self, rotary: Rotary, inputs: ForwardInputs) -> Rotation:
         if len(set(inputs.rotary_variants)) <= 1:
@@ -137,15 +140,28 @@ class Decoder:
             per_head = spec.qk_norm == "head"
             norms["self_attn.q_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_heads))
             norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
-        width, inner = spec.hidden_size, spec.intermediate_size
+        width = spec.hidden_size
         return Layer(
             spec=layer,
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
             qkv=Linear.empty(spec.qkv_rows, width, bias=spec.qkv_bias, **place),
             output=Linear.empty(width, spec.num_heads * spec.head_size, bias=spec.output_bias, **place),
-            gate_up=Linear.empty(2 * inner, width, bias=spec.mlp_bias, **place),
-            down=Linear.empty(width, inner, bias=spec.mlp_bias, **place),
+            mlp=self._empty_mlp(layer),
+            sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
             norms=norms,
+        )
+
+    def _empty_mlp(self, layer: LayerSpec) -> GatedMlp | Experts:
+        spec = self.spec
+        place: Any = {"dtype": self.dtype, "device": self.device}
+        if layer.has_experts:
+            assert spec.experts is not None
+            return Experts.empty(spec.experts, spec.hidden_size, spec.activation, **place)
+        inner = spec.intermediate_size
+        return GatedMlp(
+            gate_up=Linear.empty(2 * inner, spec.hidden_size, bias=spec.mlp_bias, **place),
+            down=Linear.empty(spec.hidden_size, inner, bias=spec.mlp_bias, **place),
+            activation=spec.activation,
         )
 
     def _empty_norm(self, size: int) -> RmsNorm:
@@ -168,8 +184,14 @@ class Decoder:
                 yield f"{prefix}.{name}.weight", norm.weight
             yield from self._projections(f"{prefix}.self_attn", layer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
             yield from self._projections(f"{prefix}.self_attn", layer.output, ("o_proj",), "o_proj")
-            yield from self._projections(f"{prefix}.mlp", layer.gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
-            yield from self._projections(f"{prefix}.mlp", layer.down, ("down_proj",), "down_proj")
+            if layer.sinks_H is not None:
+                yield f"{prefix}.self_attn.sinks", layer.sinks_H
+            if isinstance(layer.mlp, Experts):
+                yield from layer.mlp.destinations(prefix)
+                continue
+            gate_up, down = layer.mlp.gate_up, layer.mlp.down
+            yield from self._projections(f"{prefix}.mlp", gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
+            yield from self._projections(f"{prefix}.mlp", down, ("down_proj",), "down_proj")
 
     def _projections(
         self, prefix: str, linear: Linear, parts: tuple[str, ...], fused: str

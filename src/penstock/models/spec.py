@@ -30,6 +30,35 @@ class RotarySpec:
 class LayerSpec:
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all
     rotary: str | None  # key into DecoderSpec.rotaries; None: no position encoding
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Of the parts of a mixture in a checkpoint; `gate` None: one tensor holds all experts' gate and up."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str | None = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    num_experts: int
+    num_active: int  # of one token
+    intermediate_size: int
+    normalizes_chosen: bool  # whether the weights of a token's experts add up to one
+    names: ExpertNames
+    has_biases: bool = False
+    clamp: float | None = None  # of gate and up, which alternate then
+    clamp_alpha: float = 1.0
+
+    def num_parameters(self, hidden_size: int) -> int:
+        matrices = 3 * self.intermediate_size * hidden_size
+        biases = (2 * self.intermediate_size + hidden_size + 1) * self.has_biases
+        return self.num_experts * (matrices + biases + hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +88,8 @@ class DecoderSpec:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     has_fused_projections: bool = False  # phi3 stores qkv and gate/up as one matrix each
+    has_sinks: bool = False  # a logit per head that takes a share of attention and gives nothing
+    experts: ExpertsSpec | None = None  # of the layers that have them
 
     @property
     def num_layers(self) -> int:
@@ -72,15 +103,26 @@ class DecoderSpec:
     def num_parameters(self) -> int:
         heads = self.num_heads * self.head_size
         attention = self.qkv_rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
+        attention += self.num_heads * self.has_sinks
         mlp = 3 * self.intermediate_size * self.hidden_size
         mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        num_sparse = sum(layer.has_experts for layer in self.layers)
+        sparse = self.experts.num_parameters(self.hidden_size) if self.experts else 0
         norms = 2 * self.hidden_size * (self.norms_inputs + self.norms_outputs)
         if self.qk_norm == "head":
             norms += 2 * self.head_size
         elif self.qk_norm == "projection":
             norms += heads + self.num_kv_heads * self.head_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms) + self.hidden_size + embeddings
+        mlps = (self.num_layers - num_sparse) * mlp + num_sparse * sparse
+        return self.num_layers * (attention + norms) + mlps + self.hidden_size + embeddings
+
+    @property
+    def widest_mlp(self) -> int:
+        """Intermediate values of a token in the layer that has most; all tokens may choose one expert."""
+        widths = [self.experts.intermediate_size if x.has_experts and self.experts else 0 for x in self.layers]
+        is_dense = not all(layer.has_experts for layer in self.layers)
+        return max(*widths, self.intermediate_size if is_dense else 0, 1)
 
     def rotary_variant(self, prompt_tokens: int) -> str:
         variants = {rotary.variant(prompt_tokens) for rotary in self.rotaries.values()}
@@ -99,8 +141,14 @@ class _Family:
     tied_by_default: bool = False
     sliding: Literal["none", "all", "by-layer-type"] = "none"
     traits: Mapping[str, Any] = field(default_factory=dict)
+    experts: str | None = None  # key into EXPERT_NAMES
 
 
+EXPERT_NAMES: Mapping[str, ExpertNames] = {
+    "qwen": ExpertNames(),
+    "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "gpt-oss": ExpertNames(router="router", gate=None),
+}
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
 
 FAMILIES: Mapping[str, _Family] = {
@@ -111,6 +159,9 @@ FAMILIES: Mapping[str, _Family] = {
     "smollm3": _Family(theta=2_000_000.0, tied_by_default=True, sliding="by-layer-type"),
     "phi3": _Family(sliding="all", traits={"has_fused_projections": True}),
     "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
+    "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen"),
+    "mixtral": _Family(theta=1_000_000.0, sliding="all", experts="mixtral"),
+    "gpt_oss": _Family(theta=150_000.0, sliding="by-layer-type", traits={"has_sinks": True}, experts="gpt-oss"),
     "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", traits=_GEMMA),
     "gemma3_text": _Family(
         theta=1_000_000.0, tied_by_default=True, sliding="by-layer-type", traits={**_GEMMA, "qk_norm": "head"}
@@ -175,6 +226,7 @@ def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -
         "embedding_scale": hidden_size**0.5 if is_gemma else None,
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
+        "experts": _experts(family, config),
     }
     return DecoderSpec(**(values | dict(family.traits)))
 
@@ -199,8 +251,33 @@ def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_lay
             else "local"
             if model_type == "gemma3_text" and is_sliding[i]
             else "global",
+            has_experts=_has_experts(family, config, i),
         )
         for i in range(num_layers)
+    )
+
+
+def _experts(family: _Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
+    if family.experts is None:
+        return None
+    count = config.get("num_local_experts") or config["num_experts"]
+    is_clamped = family.experts == "gpt-oss"
+    return ExpertsSpec(
+        num_experts=int(count),
+        num_active=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+        normalizes_chosen=bool(config.get("norm_topk_prob", family.experts != "qwen")),
+        names=EXPERT_NAMES[family.experts],
+        has_biases=is_clamped,
+        clamp=float(config.get("swiglu_limit", 7.0)) if is_clamped else None,
+        clamp_alpha=float(config.get("swiglu_alpha", 1.702)),
+    )
+
+
+def _has_experts(family: _Family, config: Mapping[str, Any], layer: int) -> bool:
+    is_dense = layer in (config.get("mlp_only_layers") or ())
+    return (
+        family.experts is not None and not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
     )
 
 
@@ -212,7 +289,7 @@ def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) ->
     if model_type == "gemma3_text":
         pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
         sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
-    elif model_type == "gemma2":
+    elif model_type in ("gemma2", "gpt_oss"):
         sliding = [i % 2 == 0 for i in range(num_layers)]
     elif model_type == "smollm3":
         sliding = [False] * num_layers
