@@ -90,6 +90,10 @@ class Sequence:
     num_read: int = 0  # prompt tokens read of this one, repeats after a preemption included
     is_paused: bool = False
     abort_reason: FinishReason | None = None  # asked to end; it does when nothing is in flight
+    state_slot: int | None = None  # None: not running, or the model has no recurrent state
+    state_is_current: bool = False  # whether the slot holds the state after `num_computed` tokens
+    state_source: int | None = None  # the checkpoint to start from; None: from nothing
+    passing_checkpoint: bytes | None = None  # the last one saved, where the next takes its place
 
     @property
     def id(self) -> int:
@@ -111,6 +115,15 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateUse:
+    """Recurrent state of a chunk: it begins as what lies in `source`, advances in `slot`, and may be saved after."""
+
+    slot: int
+    source: int | None  # equal to `slot` where the state is already there; None: it begins as zeros
+    save_to: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Tokens [start, end) of one sequence. A decode is a chunk of length 1."""
 
@@ -120,6 +133,7 @@ class Chunk:
     wants_logits: bool
     num_cached: int = 0  # tokens of the sequence that came from the prefix cache
     num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
+    state: StateUse | None = None  # None: the model has no recurrent state
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ BASE = {"request", "config", "errors"}
 ALLOWED = {
     "prompt": set(),
     "plan": set(),
-    "schedule": {"plan", "cache.blocks", "cache.prefix"},
+    "schedule": {"plan", "cache.blocks", "cache.prefix", "cache.states"},
     "cache": set(),
     "attention": {"cache.storage"},
     "models": {"attention", "cache.storage"},

@@ -7,12 +7,14 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
 from penstock.cache.blocks import BlockPool
-from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
+from penstock.cache.prefix import PrefixCache
+from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end
 from penstock.request import Chunk, FinishReason, Request, Sequence, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
+from penstock.schedule.holdings import Holdings
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
@@ -56,9 +58,11 @@ class _Draft:
         self._count(chunk, 1)
         self.chunk_by_sequence[chunk.sequence_id] = chunk
 
-    def remove(self, sequence_id: int) -> None:
-        if chunk := self.chunk_by_sequence.pop(sequence_id, None):
+    def remove(self, sequence_id: int) -> Chunk | None:
+        chunk = self.chunk_by_sequence.pop(sequence_id, None)
+        if chunk is not None:
             self._count(chunk, -1)
+        return chunk
 
     def _count(self, chunk: Chunk, sign: int) -> None:
         num_tokens = chunk.end - chunk.start
@@ -92,13 +96,16 @@ class Scheduler:
         model_identity: str,
         chunk_limit: ChunkLimit,
         peak_estimate: PeakEstimate,
+        states: StatePool | None = None,
     ) -> None:
         self.limits = limits
         self.policy = POLICIES[limits.priority]
         self.budget = budget
         self.pool = pool
         self.prefix = prefix
-        self.model_identity = model_identity
+        self.holdings = Holdings(
+            block_size=limits.block_size, pool=pool, prefix=prefix, states=states, model_identity=model_identity
+        )
         self.chunk_limit = chunk_limit
         self.peak_estimate = peak_estimate
         self.sequences: dict[int, Sequence] = {}
@@ -122,6 +129,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def _boundary(self) -> int:
+        """Chunks of models with recurrent state prefer to end with a block, where the state can be saved."""
+        return 1 if self.holdings.states is None else self.limits.block_size
 
     @property
     def resident_tokens(self) -> int:
@@ -182,8 +194,8 @@ class Scheduler:
         return ended
 
     def check(self) -> None:
-        """Integrity of the pool: every block is owned exactly as often as it is counted."""
-        self.pool.check(block for sequence in self.sequences.values() for block in sequence.block_ids)
+        """Integrity of the pools: everything is owned exactly as often as it is counted."""
+        self.holdings.check(self.sequences.values())
 
     def refuse_too_long(self, num_tokens: int) -> None:
         if num_tokens >= self.limits.max_context:
@@ -232,8 +244,8 @@ class Scheduler:
                 self._num_read += num_new
             sequence.num_computed = chunk.end
             sequence.num_in_flight = 0
-            if self.prefix is not None and chunk.end // self.limits.block_size > sequence.num_remembered:
-                self._remember_blocks(sequence)
+            self.holdings.remember(sequence)
+            self.holdings.commit_state(sequence, chunk)
             if sequence.abort_reason is not None:
                 self._leave(sequence)
                 continue
@@ -244,10 +256,16 @@ class Scheduler:
                 self._leave(sequence)
 
     def fail(self, step: int) -> None:
-        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again."""
+        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again.
+
+        Recurrent state may have advanced in some layers, so such a sequence goes back to its last checkpoint.
+        """
         for chunk in self._take_plan(step).chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.num_in_flight = 0
+            if chunk.state is not None:
+                self.holdings.forgo_state(chunk)
+                self.holdings.start_over(sequence)
             if sequence.abort_reason is not None:
                 self._leave(sequence)
 
@@ -299,16 +317,16 @@ class Scheduler:
                     break
                 if not self._admit(sequence, draft):
                     continue
-            self._take_prefix_hits(sequence)
-            if self._waits_for_neighbour(sequence, draft):
-                continue
+            self.holdings.take_hits(sequence)
+            if draft.claimed and self.holdings.next_block(sequence) in draft.claimed:
+                continue  # a chunk of this step computes it: it will be a hit next time
             num_tokens = self._prompt_budget(sequence, has_decodes, draft)
             if num_tokens < 1:
                 break
-            start = self._overlapped_start(sequence)
+            start = self.holdings.overlapped_start(sequence, self.limits.overlap)
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
             num_tokens = max(num_tokens, sequence.num_computed - start + 1)
-            end = chunk_end(start, num_tokens, Stops(end=sequence.num_known)).position
+            end = chunk_end(start, num_tokens, Stops(end=sequence.num_known, boundary=self._boundary)).position
             end = min(end, self._end_without_preemption(sequence, draft))
             if end > sequence.num_computed:
                 self._schedule(sequence, start, end, draft)
@@ -320,7 +338,7 @@ class Scheduler:
             self._preempt_last(draft)
             if not self._admit(oldest, draft):
                 return
-        self._take_prefix_hits(oldest)
+        self.holdings.take_hits(oldest)
         end = min(oldest.num_known, oldest.num_computed + self.limits.block_size)
         self._schedule(oldest, oldest.num_computed, end, draft)
 
@@ -365,6 +383,7 @@ class Scheduler:
             return False
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
+        self.holdings.admit(sequence)
         sequence.status = Status.RUNNING
         draft.admitted.append(sequence.id)
         return True
@@ -380,84 +399,17 @@ class Scheduler:
             wants_logits=sequence.prompt_is_complete and end == len(sequence.tokens),
             num_cached=sequence.num_cached,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
+            state=self.holdings.state_use(sequence, end),
         )
         draft.add(chunk)
-        if self.prefix is not None and chunk.is_prompt:
-            self._claim(sequence, start, end, draft)
+        if chunk.is_prompt:
+            draft.claimed.update(self.holdings.blocks_between(sequence, start, end))
 
-    # --- blocks and prefixes ---
-
-    def _overlapped_start(self, sequence: Sequence) -> int:
-        """Goes back over tokens this sequence computed itself, never into a block that another shares."""
-        block_size = self.limits.block_size
-        start = max(0, sequence.num_cached, sequence.num_computed - self.limits.overlap)
-        for index in range(sequence.num_computed // block_size, start // block_size - 1, -1):
-            if index < len(sequence.block_ids) and self.pool.holders(sequence.block_ids[index]) > 1:
-                return max(start, (index + 1) * block_size)
-        return min(start, sequence.num_computed)
-
-    def _take_prefix_hits(self, sequence: Sequence) -> None:
-        """While the sequence stands on a block border and its next block has been computed, takes that block."""
-        if not self._may_share(sequence):
-            return
-        block_size = self.limits.block_size
-        # At least one prompt token is computed, because its logits are wanted.
-        last = (sequence.num_known - 1 if sequence.prompt_is_complete else sequence.num_known) // block_size
-        while sequence.num_computed == len(sequence.block_ids) * block_size and len(sequence.block_ids) < last:
-            index = len(sequence.block_ids)
-            block = self.prefix.take(self._block_hash(sequence, index)) if self.prefix is not None else None
-            if block is None:
-                return
-            sequence.block_ids.append(block)
-            sequence.num_computed += block_size
-            sequence.num_cached += block_size
-            if self.prefix is not None:
-                self.prefix.num_hit_tokens += block_size
-
-    def _waits_for_neighbour(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Whether a chunk already in this step computes the sequence's next block: it will be a hit next time."""
-        block_size = self.limits.block_size
-        index = sequence.num_computed // block_size
-        is_on_border = sequence.num_computed == len(sequence.block_ids) * block_size
-        if not draft.claimed or not is_on_border or not self._may_share(sequence):
-            return False
-        is_whole = (index + 1) * block_size < sequence.num_known
-        return is_whole and self._block_hash(sequence, index) in draft.claimed
-
-    def _claim(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        """The blocks that a prompt chunk computes, the last of them perhaps in part."""
-        block_size = self.limits.block_size
-        last = min(end, sequence.num_known - block_size) // block_size
-        for index in range(start // block_size, last + 1):
-            draft.claimed.add(self._block_hash(sequence, index))
-
-    def _may_share(self, sequence: Sequence) -> bool:
-        return self.prefix is not None and sequence.request.sampling.prompt_logprobs is None
-
-    def _remember_blocks(self, sequence: Sequence) -> None:
-        assert self.prefix is not None
-        num_whole = sequence.num_computed // self.limits.block_size
-        for index in range(max(sequence.num_remembered, sequence.num_cached // self.limits.block_size), num_whole):
-            self.prefix.put(self._block_hash(sequence, index), sequence.block_ids[index])
-        sequence.num_remembered = num_whole
-
-    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """The chained hash of block `index`, extending the sequence's own list of them."""
-        hashes, block_size = sequence.block_hashes, self.limits.block_size
-        while len(hashes) <= index:
-            previous = hashes[-1] if hashes else root_hash(self.model_identity, sequence.request.rotary)
-            start = len(hashes) * block_size
-            hashes.append(chain_hash(previous, sequence.tokens[start : start + block_size]))
-        return hashes[index]
+    # --- blocks ---
 
     def _allocate(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
         """Blocks for `num_tokens`, taken from the last in rank when none is left. False: this one was the last."""
-        while len(sequence.block_ids) * self.limits.block_size < num_tokens:
-            after = sequence.block_ids[-1] if sequence.block_ids else None
-            block = self.pool.allocate(after=after)
-            if block is not None:
-                sequence.block_ids.append(block)
-                continue
+        while not self.holdings.grow(sequence, num_tokens):
             if self._preempt_last(draft) is sequence:
                 return False
         return True
@@ -471,23 +423,19 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""
-        draft.remove(sequence.id)
+        if chunk := draft.remove(sequence.id):
+            self.holdings.forgo_state(chunk)
         draft.preempted.append(sequence.id)
         self.num_preemptions += 1
-        self._give_blocks_back(sequence)
+        self.holdings.start_over(sequence)
+        self.holdings.release(sequence)
         sequence.num_in_flight = 0
         sequence.status = Status.WAITING
         del self.running[sequence.id]
         self.waiting[sequence.id] = sequence
 
-    def _give_blocks_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed = sequence.num_cached = sequence.num_remembered = 0
-
     def _leave(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
+        self.holdings.release(sequence)
         sequence.status = Status.FINISHED
         (self.running if sequence.id in self.running else self.waiting).pop(sequence.id)
         del self.sequences[sequence.id]
