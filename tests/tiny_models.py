@@ -44,6 +44,14 @@ _WINDOWS = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "head_dim": 32,
+}
+
 # What a name stands for: a family, and the trait of it that is tried.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: _config("LlamaConfig"),
@@ -74,6 +82,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         sliding_window=17,
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=256, truncate=False),
     ),
+    "qwen3-next": lambda: _config("Qwen3NextConfig", **_EXPERTS, **_DELTA, shared_expert_intermediate_size=56),
+    "qwen3-5": lambda: _config("Qwen3_5TextConfig", **_DELTA),
+    "qwen3-5-moe": lambda: _config("Qwen3_5MoeTextConfig", **_EXPERTS, **_DELTA, shared_expert_intermediate_size=24),
     "smollm3": lambda: _config("SmolLM3Config"),
     "phi3": lambda: _config("Phi3Config", sliding_window=31),
     "phi3-longrope": lambda: _config("Phi3Config", rope_parameters=_LONGROPE, original_max_position_embeddings=96),
@@ -92,6 +103,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
 }
+
+
+RECURRENT = {"qwen3-next", "qwen3-5", "qwen3-5-moe"}
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

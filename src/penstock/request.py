@@ -93,7 +93,8 @@ class Sequence:
     state_slot: int | None = None  # None: not running, or the model has no recurrent state
     state_is_current: bool = False  # whether the slot holds the state after `num_computed` tokens
     state_source: int | None = None  # the checkpoint to start from; None: from nothing
-    passing_checkpoint: bytes | None = None  # the last one saved, where the next takes its place
+    last_checkpoint: int = 0  # tokens before the last one saved, or started from
+    kept_checkpoint: int = 0  # tokens before the last one that stays when another is saved
 
     @property
     def id(self) -> int:

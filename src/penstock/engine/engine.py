@@ -13,6 +13,7 @@ import torch
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
+from penstock.cache.states import StatePool
 from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
@@ -84,12 +85,17 @@ class Engine:
         self.config = config
         self.adjustments = list(model.adjustments)
         pool = BlockPool(model.num_blocks)
+        memory = model.memory
+        self.states = None
+        if memory.shape.state_bytes:
+            num_running, num_checkpoints = memory.num_running_states, memory.num_checkpoints
+            self.states = StatePool(num_running=num_running, num_checkpoints=num_checkpoints)
         self.scheduler = Scheduler(
             limits=Limits(
                 block_size=config.block_size,
                 max_context=model.max_context,
-                max_running=config.max_running,
-                overlap=config.overlap,
+                max_running=min(config.max_running, memory.num_running_states or config.max_running),
+                overlap=0 if self.states else config.overlap,
                 priority=config.priority,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
@@ -104,6 +110,7 @@ class Engine:
             model_identity=model.identity,
             chunk_limit=self._chunk_limit,
             peak_estimate=self._peak_estimate,
+            states=self.states,
         )
         self.prompts = PromptReader(
             tokenizer=model.tokenizer,
@@ -444,6 +451,7 @@ class Engine:
             upper=wanted,
             resident_tokens=resident_tokens,
             capacity_tokens=self.model.num_blocks * self.config.block_size,
+            state_slots=self._resident_states,
         )
         if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
             raise InvalidSetting(
@@ -453,7 +461,13 @@ class Engine:
         return allowed
 
     def _peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
-        return self.model.memory.peak_bytes(chunk=chunk, context=context, resident_tokens=resident_tokens)
+        return self.model.memory.peak_bytes(
+            chunk=chunk, context=context, resident_tokens=resident_tokens, state_slots=self._resident_states
+        )
+
+    @property
+    def _resident_states(self) -> int:
+        return self.states.high_water if self.states is not None else 0
 
 
 def _sampling_params(values: dict[str, Any]) -> SamplingParams:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
-from penstock.cache.storage import KvStorage
+from penstock.cache.storage import KvStorage, StateStorage
 from penstock.config import EngineConfig
 from penstock.engine.planning import (
     CPU_TILING,
@@ -74,8 +74,9 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     parts = load_tokenizer(files)
     tokenizer = Tokenizer(parts.backend)
     gpu = gpu_memory(device)
-    memory = memory_model(files, config, dtype, gpu.runtime_bytes if gpu else resident_bytes(), device.type)
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
+    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes()
+    memory = memory_model(files, config, dtype, runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
     num_blocks = -(-num_tokens // config.block_size)
@@ -83,7 +84,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     decoder = Decoder(spec, dtype=torch_dtype, device=device)
     decoder.load(open_weights(files))
     storage = KvStorage(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_attention_layers,
         num_slots=num_blocks * config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
@@ -92,11 +93,12 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     )
     attention = attention_backend(storage, config.block_size, spec)
     graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
+    states = state_storage(spec, memory, torch_dtype, device)
     return LoadedModel(
         name=name,
         identity=f"{files.identity}:{dtype}",
         spec=spec,
-        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs),
+        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states),
         tokenizer=tokenizer,
         chat_template=_chat_template(parts),
         eos_ids=parts.eos_ids,
@@ -107,6 +109,22 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         dtype=dtype,
         device=device,
         adjustments=tuple(warnings),
+    )
+
+
+def state_storage(
+    spec: DecoderSpec, memory: MemoryModel, dtype: torch.dtype, device: torch.device
+) -> StateStorage | None:
+    """None where no layer is recurrent."""
+    if spec.delta is None:
+        return None
+    return StateStorage(
+        layers=spec.recurrent_layers,
+        num_slots=memory.num_running_states + memory.num_checkpoints,
+        matrix_shape=spec.delta.matrix_shape,
+        tail_shape=spec.delta.tail_shape,
+        dtype=dtype,
+        device=device,
     )
 
 
@@ -123,8 +141,8 @@ def attention_backend(storage: KvStorage, block_size: int, spec: DecoderSpec) ->
 def decode_graphs(
     decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
 ) -> DecodeGraphs | None:
-    """None on a CPU, which has nothing to record, and with experts, whose rows the host counts in every layer."""
-    if decoder.device.type != "cuda" or decoder.spec.experts is not None:
+    """None on a CPU, which has nothing to record, and where the host takes part in a layer: experts, states."""
+    if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.delta is not None:
         return None
     from penstock.attention.cuda import CudaAttention
 

@@ -15,7 +15,7 @@ from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import LaneFacts, native_shape, pick_lane
 from penstock.models.files import ModelFiles, resolve
 from penstock.plan.machine import default_memory_budget, has_fast_bfloat16
-from penstock.plan.memory import AttentionTiling, MemoryModel
+from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 
 GIB = 2**30
@@ -108,14 +108,27 @@ def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[s
 
 
 def memory_model(
-    files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, device: str = "cpu"
+    files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, budget_bytes: int, device: str = "cpu"
 ) -> MemoryModel:
+    shape = native_shape(files.config, dtype)
+    num_running, num_checkpoints = state_slots(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes)
     return MemoryModel(
-        shape=native_shape(files.config, dtype),
+        shape=shape,
         tiling=TILINGS[device],
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
+        num_running_states=num_running,
+        num_checkpoints=num_checkpoints,
     )
+
+
+def state_slots(shape: ModelShape, config: EngineConfig, free_bytes: int) -> tuple[int, int]:
+    """(running sequences, checkpoints) whose recurrent state may be resident; at least one sequence runs."""
+    if not shape.state_bytes:
+        return 0, 0
+    num_slots = max(1, int(free_bytes * defaults.STATE_SHARE) // shape.state_bytes)
+    num_checkpoints = min(num_slots // 2, config.max_checkpoints) if config.prefix_cache else 0
+    return min(config.max_running, num_slots - num_checkpoints), num_checkpoints
 
 
 def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int, device: str = "cpu") -> int:
@@ -145,8 +158,8 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     lane = pick_lane(files.config, config.lane)
     dtype = choose_dtype(config.dtype, files.config, device)
     runtime_bytes = gpu.runtime_bytes if gpu is not None else defaults.RUNTIME_BYTES_ESTIMATE
-    memory = memory_model(files, config, dtype, runtime_bytes, device)
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
+    memory = memory_model(files, config, dtype, runtime_bytes, budget, device)
     max_context, warnings = context_limit(config, memory.shape.max_context)
     require_room(memory, config, budget, device)
     prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context)

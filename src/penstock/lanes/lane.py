@@ -82,8 +82,24 @@ def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
         dtype_bytes=DTYPE_BYTES[dtype],
         max_context=spec.max_context,
         attends_through_scores=spec.attention_softcap is not None,
+        **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
 
 
+def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
+    if spec.delta is None:
+        return {}
+    num_layers, delta = len(spec.recurrent_layers), spec.delta
+    # Projections and their convolution in the model's dtype; queries, keys, values and what is read in float32.
+    in_dtype = (delta.num_channels + delta.value_width) * 2 + delta.num_channels
+    in_float32 = delta.num_value_heads * (3 * delta.key_size + 3 * delta.value_size)
+    return {
+        "num_recurrent_layers": num_layers,
+        "state_bytes": num_layers * delta.state_bytes(dtype_bytes),
+        "recurrent_bytes_per_token": in_dtype * dtype_bytes + in_float32 * 4,
+    }
+
+
 def _largest_matrix(spec: DecoderSpec) -> int:
-    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows)
+    delta_rows = spec.delta.num_channels + spec.delta.value_width if spec.delta else 0
+    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, delta_rows)

@@ -11,21 +11,29 @@ from typing import Any
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, Rotation
+from penstock.cache.storage import StateStorage
 from penstock.models.experts import Experts
 from penstock.models.layers import GatedMlp, Linear, RmsNorm
+from penstock.models.recurrent import GatedDelta
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    spec: LayerSpec
+class Attention:
+    index: int  # among the layers that have keys and values
     rule: AttentionRule
     qkv: Linear
     output: Linear
-    mlp: GatedMlp | Experts
     sinks_H: torch.Tensor | None  # None: the layer has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    spec: LayerSpec
+    mixer: Attention | GatedDelta
+    mlp: GatedMlp | Experts
     norms: dict[str, RmsNorm]  # by their names in the checkpoint; absent ones are not applied
 
 
@@ -39,7 +47,7 @@ class Decoder:
         self.embeddings_VM = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.head_VM = self.embeddings_VM if spec.has_tied_embeddings else torch.empty_like(self.embeddings_VM)
         self.rotaries = {name: Rotary(rotary, device) for name, rotary in spec.rotaries.items()}
-        self.layers = [self._empty_layer(layer) for layer in spec.layers]
+        self.layers = [self._empty_layer(index) for index in range(spec.num_layers)]
         self.final_norm = self._empty_norm(spec.hidden_size)
 
     def load(self, source: WeightSource) -> None:
@@ -48,16 +56,27 @@ class Decoder:
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
 
-    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, M] of every token of the step, which `attention` has begun; it keeps keys and values."""
+    def forward(
+        self, inputs: ForwardInputs, attention: AttentionBackend, states: StateStorage | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, M] of every token of the step, which `attention` has begun.
+
+        It keeps keys and values; `states` keeps what recurrent layers carry.
+        """
         rotations = {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
         hidden_TM = self.embeddings_VM[inputs.ids_T]
         if self.spec.embedding_scale is not None:
             # The factor is rounded to the model's dtype, as the reference does.
             hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
         for index, layer in enumerate(self.layers):
-            rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
-            self._attention(index, layer, hidden_TM, rotation, attention)
+            normed = _normed(layer, "input_layernorm", hidden_TM)
+            if isinstance(layer.mixer, GatedDelta):
+                assert states is not None, "recurrent layers need their states"
+                mixed = layer.mixer(normed, inputs, states.layers[index])
+            else:
+                rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
+                mixed = self._attended(layer, layer.mixer, normed, rotation, attention)
+            self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM)
             self._mlp(layer, hidden_TM)
         return hidden_TM
 
@@ -68,26 +87,34 @@ class Decoder:
             logits_LV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits_LV
 
-    def _attention(
+    def _attended(
         self,
-        index: int,
         layer: Layer,
-        hidden_TM: torch.Tensor,
+        mixer: Attention,
+        normed_TM: torch.Tensor,
         rotation: Rotation | None,
         attention: AttentionBackend,
-    ) -> None:
+    ) -> torch.Tensor:
         spec = self.spec
-        q, k, v = layer.qkv(_normed(layer, "input_layernorm", hidden_TM)).split(
-            [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1
-        )
+        q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
         if spec.qk_norm == "projection":
             q, k = _normed(layer, "self_attn.q_norm", q), _normed(layer, "self_attn.k_norm", k)
-        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (-1, spec.head_size)) for x in (q, k, v))
+        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (heads, -1)) for x, heads in self._heads(q, k, v))
+        gate_THD = None
+        if spec.has_output_gate:
+            q_THD, gate_THD = q_THD.chunk(2, dim=-1)
         if spec.qk_norm == "head":
             q_THD, k_TKD = _normed(layer, "self_attn.q_norm", q_THD), _normed(layer, "self_attn.k_norm", k_TKD)
-        rotated_THD = attention.store(index, q_THD, k_TKD, v_TKD, rotation)
-        attended_THD = attention.attend(index, rotated_THD, layer.rule, layer.sinks_H)
-        self._add(layer, "attention", layer.output, attended_THD.flatten(1), hidden_TM)
+        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation)
+        attended_THD = attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
+        if gate_THD is not None:
+            attended_THD = attended_THD * gate_THD.sigmoid()
+        return attended_THD.flatten(1)
+
+    def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        yield q, self.spec.num_heads
+        yield k, self.spec.num_kv_heads
+        yield v, self.spec.num_kv_heads
 
     def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
         normed = _normed(layer, self._mlp_input_norm, hidden_TM)
@@ -127,28 +154,32 @@ class Decoder:
             return None
         return "post_attention_layernorm" if part == "attention" else "post_feedforward_layernorm"
 
-    def _empty_layer(self, layer: LayerSpec) -> Layer:
-        spec = self.spec
-        place = {"dtype": self.dtype, "device": self.device}
+    def _empty_layer(self, index: int) -> Layer:
+        spec, layer = self.spec, self.spec.layers[index]
         names = []
         if spec.norms_inputs:
             names += ["input_layernorm", self._mlp_input_norm]
         if spec.norms_outputs:
             names += ["post_attention_layernorm", "post_feedforward_layernorm"]
         norms = {name: self._empty_norm(spec.hidden_size) for name in names}
-        if spec.qk_norm is not None:
+        if spec.qk_norm is not None and not layer.is_recurrent:
             per_head = spec.qk_norm == "head"
             norms["self_attn.q_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_heads))
             norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
-        width = spec.hidden_size
-        return Layer(
-            spec=layer,
+        return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(layer), norms=norms)
+
+    def _empty_mixer(self, index: int) -> Attention | GatedDelta:
+        spec, layer, width = self.spec, self.spec.layers[index], self.spec.hidden_size
+        place: Any = {"dtype": self.dtype, "device": self.device}
+        if layer.is_recurrent:
+            assert spec.delta is not None
+            return GatedDelta.empty(spec.delta, width, spec.norm_eps, **place)
+        return Attention(
+            index=sum(not earlier.is_recurrent for earlier in spec.layers[:index]),
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
             qkv=Linear.empty(spec.qkv_rows, width, bias=spec.qkv_bias, **place),
             output=Linear.empty(width, spec.num_heads * spec.head_size, bias=spec.output_bias, **place),
-            mlp=self._empty_mlp(layer),
             sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
-            norms=norms,
         )
 
     def _empty_mlp(self, layer: LayerSpec) -> GatedMlp | Experts:
@@ -182,10 +213,7 @@ class Decoder:
             prefix = f"model.layers.{index}"
             for name, norm in layer.norms.items():
                 yield f"{prefix}.{name}.weight", norm.weight
-            yield from self._projections(f"{prefix}.self_attn", layer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-            yield from self._projections(f"{prefix}.self_attn", layer.output, ("o_proj",), "o_proj")
-            if layer.sinks_H is not None:
-                yield f"{prefix}.self_attn.sinks", layer.sinks_H
+            yield from self._mixer_destinations(prefix, layer.mixer)
             if isinstance(layer.mlp, Experts):
                 yield from layer.mlp.destinations(prefix)
                 continue
@@ -193,13 +221,22 @@ class Decoder:
             yield from self._projections(f"{prefix}.mlp", gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
             yield from self._projections(f"{prefix}.mlp", down, ("down_proj",), "down_proj")
 
+    def _mixer_destinations(self, prefix: str, mixer: Attention | GatedDelta) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(mixer, GatedDelta):
+            yield from mixer.destinations(f"{prefix}.linear_attn")
+            return
+        yield from self._projections(f"{prefix}.self_attn", mixer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        yield from self._projections(f"{prefix}.self_attn", mixer.output, ("o_proj",), "o_proj")
+        if mixer.sinks_H is not None:
+            yield f"{prefix}.self_attn.sinks", mixer.sinks_H
+
     def _projections(
         self, prefix: str, linear: Linear, parts: tuple[str, ...], fused: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
         spec = self.spec
         names = (fused,) if spec.has_fused_projections else parts
         kv_rows = spec.num_kv_heads * spec.head_size
-        sizes = {"q_proj": spec.num_heads * spec.head_size, "k_proj": kv_rows, "v_proj": kv_rows}
+        sizes = {"q_proj": spec.q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         sizes |= {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         row = 0
         for name in names:

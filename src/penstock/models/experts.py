@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.models.layers import Linear, gated_activation
+from penstock.models.layers import GatedMlp, Linear, gated_activation
 from penstock.models.spec import ExpertsSpec
 
 
@@ -25,6 +25,8 @@ class Experts:
     down_EMF: torch.Tensor
     gate_up_bias_EF: torch.Tensor | None
     down_bias_EM: torch.Tensor | None
+    shared: GatedMlp | None  # an expert that every token has
+    shared_gate: Linear | None
 
     @classmethod
     def empty(
@@ -33,15 +35,24 @@ class Experts:
         def tensor(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        def linear(num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+            return Linear.empty(num_out, num_in, bias=bias, dtype=dtype, device=device)
+
         count, inner = spec.num_experts, spec.intermediate_size
+        shared = None
+        if spec.shared_size:
+            gate_up, down = linear(2 * spec.shared_size, hidden_size), linear(hidden_size, spec.shared_size)
+            shared = GatedMlp(gate_up=gate_up, down=down, activation=activation)
         return cls(
             spec=spec,
             activation=activation,
-            router=Linear.empty(count, hidden_size, bias=spec.has_biases, dtype=dtype, device=device),
+            router=linear(count, hidden_size, bias=spec.has_biases),
             gate_up_EFM=tensor(count, 2 * inner, hidden_size),
             down_EMF=tensor(count, hidden_size, inner),
             gate_up_bias_EF=tensor(count, 2 * inner) if spec.has_biases else None,
             down_bias_EM=tensor(count, hidden_size) if spec.has_biases else None,
+            shared=shared,
+            shared_gate=linear(1, hidden_size) if shared else None,
         )
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
@@ -59,6 +70,8 @@ class Experts:
                 part_RM = self._expert(expert, x_TM[tokens_R[rows]])
                 out_TM.index_add_(0, tokens_R[rows], part_RM.mul_(weights_R[rows, None]))
                 first += count
+        if self.shared is not None and self.shared_gate is not None:
+            out_TM += self.shared(x_TM).mul_(self.shared_gate(x_TM).sigmoid_())
         return out_TM
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
@@ -104,6 +117,12 @@ class Experts:
             yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up_EFM[expert, :inner]
             yield f"{experts}.{expert}.{names.up}.weight", self.gate_up_EFM[expert, inner:]
             yield f"{experts}.{expert}.{names.down}.weight", self.down_EMF[expert]
+        if self.shared is not None and self.shared_gate is not None:
+            block, size = f"{prefix}.{names.block}", self.spec.shared_size
+            yield f"{block}.shared_expert.gate_proj.weight", self.shared.gate_up.weight_OI[:size]
+            yield f"{block}.shared_expert.up_proj.weight", self.shared.gate_up.weight_OI[size:]
+            yield f"{block}.shared_expert.down_proj.weight", self.shared.down.weight_OI
+            yield f"{block}.shared_expert_gate.weight", self.shared_gate.weight_OI
 
 
 def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:

@@ -31,6 +31,7 @@ class LayerSpec:
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all
     rotary: str | None  # key into DecoderSpec.rotaries; None: no position encoding
     has_experts: bool = False
+    is_recurrent: bool = False  # the gated delta rule in place of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,55 @@ class ExpertsSpec:
     has_biases: bool = False
     clamp: float | None = None  # of gate and up, which alternate then
     clamp_alpha: float = 1.0
+    shared_size: int = 0  # of an expert that every token has, by a gate of its own
 
     def num_parameters(self, hidden_size: int) -> int:
         matrices = 3 * self.intermediate_size * hidden_size
         biases = (2 * self.intermediate_size + hidden_size + 1) * self.has_biases
-        return self.num_experts * (matrices + biases + hidden_size)
+        shared = (3 * self.shared_size + 1) * hidden_size if self.shared_size else 0
+        return self.num_experts * (matrices + biases + hidden_size) + shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """A gated delta rule behind a short convolution of queries, keys and values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int
+    is_grouped: bool  # whether the checkpoint's rows are grouped by key head
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return (self.num_value_heads, self.key_size, self.value_size)
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        return (self.conv_width - 1, self.num_channels)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        projections = (self.num_channels + 2 * self.value_width + 2 * self.num_value_heads) * hidden_size
+        return projections + self.num_channels * self.conv_width + 2 * self.num_value_heads + self.value_size
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """Of one layer and one sequence: the matrices in float32, the tail in the model's dtype."""
+        tail = (self.conv_width - 1) * self.num_channels
+        return self.num_value_heads * self.key_size * self.value_size * 4 + tail * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +135,28 @@ class DecoderSpec:
     has_fused_projections: bool = False  # phi3 stores qkv and gate/up as one matrix each
     has_sinks: bool = False  # a logit per head that takes a share of attention and gives nothing
     experts: ExpertsSpec | None = None  # of the layers that have them
+    has_output_gate: bool = False  # queries come with a gate for what is attended
+    delta: DeltaSpec | None = None  # of the layers that are recurrent
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return tuple(index for index, layer in enumerate(self.layers) if layer.is_recurrent)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - len(self.recurrent_layers)
+
+    @property
+    def q_rows(self) -> int:
+        return self.num_heads * self.head_size * (2 if self.has_output_gate else 1)
+
+    @property
     def qkv_rows(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        return self.q_rows + 2 * self.num_kv_heads * self.head_size
 
     @property
     def num_parameters(self) -> int:
@@ -110,19 +169,21 @@ class DecoderSpec:
         sparse = self.experts.num_parameters(self.hidden_size) if self.experts else 0
         norms = 2 * self.hidden_size * (self.norms_inputs + self.norms_outputs)
         if self.qk_norm == "head":
-            norms += 2 * self.head_size
+            attention += 2 * self.head_size
         elif self.qk_norm == "projection":
-            norms += heads + self.num_kv_heads * self.head_size
+            attention += heads + self.num_kv_heads * self.head_size
+        recurrent = len(self.recurrent_layers) * (self.delta.num_parameters(self.hidden_size) if self.delta else 0)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
         mlps = (self.num_layers - num_sparse) * mlp + num_sparse * sparse
-        return self.num_layers * (attention + norms) + mlps + self.hidden_size + embeddings
+        mixers = self.num_attention_layers * attention + recurrent
+        return mixers + self.num_layers * norms + mlps + self.hidden_size + embeddings
 
     @property
     def widest_mlp(self) -> int:
         """Intermediate values of a token in the layer that has most; all tokens may choose one expert."""
-        widths = [self.experts.intermediate_size if x.has_experts and self.experts else 0 for x in self.layers]
         is_dense = not all(layer.has_experts for layer in self.layers)
-        return max(*widths, self.intermediate_size if is_dense else 0, 1)
+        of_experts = max(self.experts.intermediate_size, self.experts.shared_size) if self.experts else 0
+        return max(of_experts, self.intermediate_size if is_dense else 0)
 
     def rotary_variant(self, prompt_tokens: int) -> str:
         variants = {rotary.variant(prompt_tokens) for rotary in self.rotaries.values()}
@@ -142,6 +203,8 @@ class _Family:
     sliding: Literal["none", "all", "by-layer-type"] = "none"
     traits: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None  # key into EXPERT_NAMES
+    normalizes_chosen: bool = True  # what a config without norm_topk_prob means
+    has_delta: bool = False
 
 
 EXPERT_NAMES: Mapping[str, ExpertNames] = {
@@ -149,6 +212,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     "gpt-oss": ExpertNames(router="router", gate=None),
 }
+_QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
 
 FAMILIES: Mapping[str, _Family] = {
@@ -159,7 +223,10 @@ FAMILIES: Mapping[str, _Family] = {
     "smollm3": _Family(theta=2_000_000.0, tied_by_default=True, sliding="by-layer-type"),
     "phi3": _Family(sliding="all", traits={"has_fused_projections": True}),
     "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
-    "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen"),
+    "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
+    "qwen3_next": _Family(traits=_QWEN_HYBRID, experts="qwen", has_delta=True),
+    "qwen3_5_text": _Family(traits=_QWEN_HYBRID, has_delta=True),
+    "qwen3_5_moe_text": _Family(traits=_QWEN_HYBRID, experts="qwen", has_delta=True),
     "mixtral": _Family(theta=1_000_000.0, sliding="all", experts="mixtral"),
     "gpt_oss": _Family(theta=150_000.0, sliding="by-layer-type", traits={"has_sinks": True}, experts="gpt-oss"),
     "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", traits=_GEMMA),
@@ -227,6 +294,7 @@ def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
         "experts": _experts(family, config),
+        "delta": _delta(model_type, family, config),
     }
     return DecoderSpec(**(values | dict(family.traits)))
 
@@ -236,6 +304,9 @@ def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_lay
     if family.sliding == "none" or (config.get("use_sliding_window") is False):
         window = None
     is_sliding = [family.sliding == "all"] * num_layers
+    is_recurrent = [False] * num_layers
+    if family.has_delta:
+        is_recurrent = [kind == "linear_attention" for kind in _layer_types(model_type, config, num_layers)]
     if family.sliding == "by-layer-type":
         is_sliding = [kind == "sliding_attention" for kind in _layer_types(model_type, config, num_layers)]
     has_rotary = [True] * num_layers
@@ -252,6 +323,7 @@ def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_lay
             if model_type == "gemma3_text" and is_sliding[i]
             else "global",
             has_experts=_has_experts(family, config, i),
+            is_recurrent=is_recurrent[i],
         )
         for i in range(num_layers)
     )
@@ -266,11 +338,28 @@ def _experts(family: _Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
         num_experts=int(count),
         num_active=int(config["num_experts_per_tok"]),
         intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
-        normalizes_chosen=bool(config.get("norm_topk_prob", family.experts != "qwen")),
+        normalizes_chosen=bool(config.get("norm_topk_prob", family.normalizes_chosen)),
         names=EXPERT_NAMES[family.experts],
         has_biases=is_clamped,
         clamp=float(config.get("swiglu_limit", 7.0)) if is_clamped else None,
         clamp_alpha=float(config.get("swiglu_alpha", 1.702)),
+        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
+    )
+
+
+def _delta(model_type: str, family: _Family, config: Mapping[str, Any]) -> DeltaSpec | None:
+    if not family.has_delta:
+        return None
+    key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    if value_heads % key_heads:
+        raise ValueError(f"{value_heads} value heads over {key_heads} key heads")
+    return DeltaSpec(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_size=int(config["linear_key_head_dim"]),
+        value_size=int(config["linear_value_head_dim"]),
+        conv_width=int(config["linear_conv_kernel_dim"]),
+        is_grouped=model_type == "qwen3_next",
     )
 
 
@@ -286,6 +375,9 @@ def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) ->
         if len(given) < num_layers:
             raise ValueError(f"{len(given)} layer_types for {num_layers} layers")
         return list(given)
+    if FAMILIES[model_type].has_delta:
+        interval = int(config.get("full_attention_interval") or 4)
+        return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
     if model_type == "gemma3_text":
         pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
         sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]

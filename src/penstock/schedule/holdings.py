@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
 from penstock.cache.states import StatePool
+from penstock.config import CHECKPOINT_TOKENS
 from penstock.request import Chunk, Sequence, StateUse
-
-# A checkpoint at a multiple of this stays until it is evicted; others leave when the sequence saves its next.
-CHECKPOINT_TOKENS = 512
 
 
 class Holdings:
@@ -58,6 +56,7 @@ class Holdings:
         self._give_blocks_back(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_remembered = 0
         sequence.state_is_current = False
+        sequence.last_checkpoint = sequence.kept_checkpoint = 0
 
     def release(self, sequence: Sequence) -> None:
         """Everything goes back to the pools; what was computed stays in the caches."""
@@ -174,14 +173,22 @@ class Holdings:
             return
         prefix = self._block_hash(sequence, chunk.end // self.block_size - 1)
         self.states.keep(prefix, chunk.state.save_to)
-        if sequence.passing_checkpoint is not None:
-            self.states.drop(sequence.passing_checkpoint)
-        sequence.passing_checkpoint = prefix if chunk.end % CHECKPOINT_TOKENS else None
+        self._thin_out(sequence, self.states, chunk.end)
+        sequence.last_checkpoint = chunk.end
 
     def forgo_state(self, chunk: Chunk) -> None:
         """The chunk will not be computed, or was not: nothing is saved."""
         if self.states is not None and chunk.state is not None and chunk.state.save_to is not None:
             self.states.forgo(chunk.state.save_to)
+
+    def _thin_out(self, sequence: Sequence, states: StatePool, end: int) -> None:
+        """The checkpoint before the one just saved at `end` stays if it is the prompt's last, or far from others."""
+        last = sequence.last_checkpoint
+        is_last_of_prompt = last <= sequence.num_prompt_tokens < end
+        if is_last_of_prompt or last - sequence.kept_checkpoint >= CHECKPOINT_TOKENS:
+            sequence.kept_checkpoint = last
+        elif last > sequence.kept_checkpoint:
+            states.drop(self._block_hash(sequence, last // self.block_size - 1))
 
     def _start_at_checkpoint(self, sequence: Sequence, states: StatePool) -> None:
         """The last one whose blocks are all there; a state alone is of no use to the attention layers."""
@@ -195,6 +202,7 @@ class Holdings:
             self._take(sequence, block_hash)
         if num_usable:
             sequence.state_source = states.pin(blocks[num_usable - 1])
+            sequence.last_checkpoint = sequence.kept_checkpoint = sequence.num_computed
 
     def _unpin(self, sequence: Sequence) -> None:
         if self.states is not None and sequence.state_source is not None:
