@@ -52,6 +52,17 @@ _DELTA = {
     "head_dim": 32,
 }
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24}
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "num_local_experts": 4,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.8,
+}
+
 # What a name stands for: a family, and the trait of it that is tried.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: _config("LlamaConfig"),
@@ -85,6 +96,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-next": lambda: _config("Qwen3NextConfig", **_EXPERTS, **_DELTA, shared_expert_intermediate_size=56),
     "qwen3-5": lambda: _config("Qwen3_5TextConfig", **_DELTA),
     "qwen3-5-moe": lambda: _config("Qwen3_5MoeTextConfig", **_EXPERTS, **_DELTA, shared_expert_intermediate_size=24),
+    "bamba": lambda: _config("BambaConfig", **_MAMBA, mamba_n_groups=2, attn_layer_indices=[1]),
+    "granite-hybrid": lambda: _config("GraniteMoeHybridConfig", **_MAMBA, **_GRANITE, num_experts_per_tok=2),
+    "granite-hybrid-dense": lambda: _config(
+        "GraniteMoeHybridConfig", **_MAMBA, **_GRANITE | {"num_local_experts": 0}, position_embedding_type="rope"
+    ),
     "smollm3": lambda: _config("SmolLM3Config"),
     "phi3": lambda: _config("Phi3Config", sliding_window=31),
     "phi3-longrope": lambda: _config("Phi3Config", rope_parameters=_LONGROPE, original_max_position_embeddings=96),
@@ -105,7 +121,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-RECURRENT = {"qwen3-next", "qwen3-5", "qwen3-5-moe"}
+RECURRENT = {"qwen3-next", "qwen3-5", "qwen3-5-moe", "bamba", "granite-hybrid", "granite-hybrid-dense"}
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from tiny_models import RECURRENT, prompt, reference_logits
 
 from penstock.cache.states import StatePool
 from penstock.errors import InvalidSetting
-from penstock.models.recurrent import _Tokens, advance, advance_singles
+from penstock.models.recurrence import Tokens, advance, advance_singles
 
 TOLERANCE = 1e-4
 BLOCK = 16
@@ -24,24 +24,25 @@ def read(engine, tokens, **sampling):
     return recorder.all, output
 
 
-def random_tokens(num_tokens, heads=3, key_size=8, value_size=5):
+def random_tokens(num_tokens, *, has_beta, heads=3, key_size=8, value_size=5):
     generator = torch.Generator().manual_seed(num_tokens)
 
     def normal(*shape):
         return torch.randn(num_tokens, heads, *shape, generator=generator)
 
-    return _Tokens(
+    return Tokens(
         q_NHK=torch.nn.functional.normalize(normal(key_size), dim=-1),
         k_NHK=torch.nn.functional.normalize(normal(key_size), dim=-1),
         v_NHV=normal(value_size),
-        beta_NH=normal().sigmoid(),
+        beta_NH=normal().sigmoid() if has_beta else None,
         decay_NH=-normal().exp(),
     )
 
 
+@pytest.mark.parametrize("has_beta", [True, False], ids=["delta rule", "plain"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 200])
-def test_a_chunk_advances_the_state_as_its_tokens_do_one_by_one(num_tokens):
-    tokens = random_tokens(num_tokens)
+def test_a_chunk_advances_the_state_as_its_tokens_do_one_by_one(num_tokens, has_beta):
+    tokens = random_tokens(num_tokens, has_beta=has_beta)
     start = torch.randn(1, 3, 8, 5, generator=torch.Generator().manual_seed(0))
     one_by_one, at_once = start.clone(), start.clone()
     slot = torch.tensor([0])

@@ -228,6 +228,28 @@ def chunk_bounds(plans, request_id=0):
     return [(c.start, c.end) for plan in plans for c in plan.chunks if c.sequence_id == request_id and c.num_tokens > 1]
 
 
+def test_a_decode_that_loses_its_place_leaves_the_step_to_the_prompts():
+    """Two prompts hold all but two blocks, which are kept for the streams, when the only stream needs one more."""
+    cost = StepCost((0.001, 0.001, 1e-6, 1e-6))
+    scheduler = make_scheduler(num_blocks=12, chunk_size=7, overlap=2, target=0.006, cost=cost)
+    lengths, outputs = {0: 1, 1: 1, 2: 7}, {}
+    scheduler.submit(make_request(0, range(200, 230), priority=1))
+    for _ in range(4):
+        run_step(scheduler, lengths, outputs)
+    scheduler.submit(make_request(1, range(8), priority=1))
+    scheduler.submit(make_request(2, range(200, 215), priority=1))
+    run_step(scheduler, lengths, outputs)
+    scheduler.pause(1, is_paused=True)
+    run_step(scheduler, lengths, outputs)
+    scheduler.pause(1, is_paused=False)
+    plans = []
+    while scheduler.has_work:
+        plans.append(run_step(scheduler, lengths, outputs))
+        assert plans[-1] is not None
+    assert any(2 in plan.preempted for plan in plans), "the case that this is about"
+    assert outputs[2] == expected_output(range(200, 215), 7)
+
+
 def test_a_prompt_takes_blocks_as_its_chunks_run():
     scheduler = make_scheduler(chunk_size=8)
     scheduler.submit(make_request(0, range(32)))

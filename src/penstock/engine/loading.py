@@ -116,13 +116,13 @@ def state_storage(
     spec: DecoderSpec, memory: MemoryModel, dtype: torch.dtype, device: torch.device
 ) -> StateStorage | None:
     """None where no layer is recurrent."""
-    if spec.delta is None:
+    if spec.recurrent is None:
         return None
     return StateStorage(
         layers=spec.recurrent_layers,
         num_slots=memory.num_running_states + memory.num_checkpoints,
-        matrix_shape=spec.delta.matrix_shape,
-        tail_shape=spec.delta.tail_shape,
+        matrix_shape=spec.recurrent.matrix_shape,
+        tail_shape=spec.recurrent.tail_shape,
         dtype=dtype,
         device=device,
     )
@@ -142,7 +142,7 @@ def decode_graphs(
     decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
 ) -> DecodeGraphs | None:
     """None on a CPU, which has nothing to record, and where the host takes part in a layer: experts, states."""
-    if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.delta is not None:
+    if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
         return None
     from penstock.attention.cuda import CudaAttention
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import UnknownLane, UnsupportedModel
+from penstock.models.layer_specs import state_bytes
 from penstock.models.spec import DecoderSpec, decoder_spec, is_supported
 from penstock.plan.memory import ModelShape
 
@@ -87,19 +88,17 @@ def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
 
 
 def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
-    if spec.delta is None:
+    if spec.recurrent is None:
         return {}
-    num_layers, delta = len(spec.recurrent_layers), spec.delta
-    # Projections and their convolution in the model's dtype; queries, keys, values and what is read in float32.
-    in_dtype = (delta.num_channels + delta.value_width) * 2 + delta.num_channels
-    in_float32 = delta.num_value_heads * (3 * delta.key_size + 3 * delta.value_size)
+    num_layers = len(spec.recurrent_layers)
+    in_dtype, in_float32 = spec.recurrent.values_per_token
     return {
         "num_recurrent_layers": num_layers,
-        "state_bytes": num_layers * delta.state_bytes(dtype_bytes),
+        "state_bytes": num_layers * state_bytes(spec.recurrent, dtype_bytes),
         "recurrent_bytes_per_token": in_dtype * dtype_bytes + in_float32 * 4,
     }
 
 
 def _largest_matrix(spec: DecoderSpec) -> int:
-    delta_rows = spec.delta.num_channels + spec.delta.value_width if spec.delta else 0
-    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, delta_rows)
+    recurrent_rows = spec.recurrent.widest_rows if spec.recurrent else 0
+    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, recurrent_rows)

@@ -12,9 +12,11 @@ import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, Rotation
 from penstock.cache.storage import StateStorage
+from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
+from penstock.models.layer_specs import DeltaSpec
 from penstock.models.layers import GatedMlp, Linear, RmsNorm
-from penstock.models.recurrent import GatedDelta
+from penstock.models.mamba import Mamba
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
@@ -32,7 +34,7 @@ class Attention:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     spec: LayerSpec
-    mixer: Attention | GatedDelta
+    mixer: Attention | GatedDelta | Mamba
     mlp: GatedMlp | Experts
     norms: dict[str, RmsNorm]  # by their names in the checkpoint; absent ones are not applied
 
@@ -52,6 +54,8 @@ class Decoder:
 
     def load(self, source: WeightSource) -> None:
         for name, destination in self._destinations():
+            for ours, theirs in self.spec.renames:
+                name = name.replace(ours, theirs)
             source.copy_into(destination, name)
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
@@ -70,7 +74,7 @@ class Decoder:
             hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
         for index, layer in enumerate(self.layers):
             normed = _normed(layer, "input_layernorm", hidden_TM)
-            if isinstance(layer.mixer, GatedDelta):
+            if isinstance(layer.mixer, GatedDelta | Mamba):
                 assert states is not None, "recurrent layers need their states"
                 mixed = layer.mixer(normed, inputs, states.layers[index])
             else:
@@ -83,6 +87,8 @@ class Decoder:
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
         logits_LV = torch.nn.functional.linear(self.final_norm(hidden_LM), self.head_VM).float()
+        if self.spec.logit_scale != 1.0:
+            logits_LV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:
             logits_LV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits_LV
@@ -125,6 +131,8 @@ class Decoder:
     ) -> None:
         if norm := self._output_norm(part):
             hidden_TM += layer.norms[norm](last(x))
+        elif self.spec.residual_scale != 1.0:
+            hidden_TM.add_(last(x), alpha=self.spec.residual_scale)
         else:
             last.add_to(hidden_TM, x)
 
@@ -168,12 +176,14 @@ class Decoder:
             norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
         return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(layer), norms=norms)
 
-    def _empty_mixer(self, index: int) -> Attention | GatedDelta:
+    def _empty_mixer(self, index: int) -> Attention | GatedDelta | Mamba:
         spec, layer, width = self.spec, self.spec.layers[index], self.spec.hidden_size
         place: Any = {"dtype": self.dtype, "device": self.device}
         if layer.is_recurrent:
-            assert spec.delta is not None
-            return GatedDelta.empty(spec.delta, width, spec.norm_eps, **place)
+            assert spec.recurrent is not None
+            if isinstance(spec.recurrent, DeltaSpec):
+                return GatedDelta.empty(spec.recurrent, width, spec.norm_eps, **place)
+            return Mamba.empty(spec.recurrent, width, spec.norm_eps, **place)
         return Attention(
             index=sum(not earlier.is_recurrent for earlier in spec.layers[:index]),
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
@@ -221,9 +231,11 @@ class Decoder:
             yield from self._projections(f"{prefix}.mlp", gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
             yield from self._projections(f"{prefix}.mlp", down, ("down_proj",), "down_proj")
 
-    def _mixer_destinations(self, prefix: str, mixer: Attention | GatedDelta) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(mixer, GatedDelta):
-            yield from mixer.destinations(f"{prefix}.linear_attn")
+    def _mixer_destinations(
+        self, prefix: str, mixer: Attention | GatedDelta | Mamba
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(mixer, GatedDelta | Mamba):
+            yield from mixer.destinations(f"{prefix}.{'linear_attn' if isinstance(mixer, GatedDelta) else 'mamba'}")
             return
         yield from self._projections(f"{prefix}.self_attn", mixer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         yield from self._projections(f"{prefix}.self_attn", mixer.output, ("o_proj",), "o_proj")
@@ -234,7 +246,10 @@ class Decoder:
         self, prefix: str, linear: Linear, parts: tuple[str, ...], fused: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
         spec = self.spec
-        names = (fused,) if spec.has_fused_projections else parts
+        is_fused = (
+            spec.has_fused_qkv if fused == "qkv_proj" else spec.has_fused_mlp if fused == "gate_up_proj" else False
+        )
+        names = (fused,) if is_fused else parts
         kv_rows = spec.num_kv_heads * spec.head_size
         sizes = {"q_proj": spec.q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         sizes |= {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from penstock.models.layer_specs import ExpertsSpec
 from penstock.models.layers import GatedMlp, Linear, gated_activation
-from penstock.models.spec import ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Experts:
             gate_up_bias_EF=tensor(count, 2 * inner) if spec.has_biases else None,
             down_bias_EM=tensor(count, hidden_size) if spec.has_biases else None,
             shared=shared,
-            shared_gate=linear(1, hidden_size) if shared else None,
+            shared_gate=linear(1, hidden_size) if shared and spec.has_shared_gate else None,
         )
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
@@ -70,8 +70,9 @@ class Experts:
                 part_RM = self._expert(expert, x_TM[tokens_R[rows]])
                 out_TM.index_add_(0, tokens_R[rows], part_RM.mul_(weights_R[rows, None]))
                 first += count
-        if self.shared is not None and self.shared_gate is not None:
-            out_TM += self.shared(x_TM).mul_(self.shared_gate(x_TM).sigmoid_())
+        if self.shared is not None:
+            shared_TM = self.shared(x_TM)
+            out_TM += shared_TM if self.shared_gate is None else shared_TM.mul_(self.shared_gate(x_TM).sigmoid_())
         return out_TM
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
@@ -100,29 +101,42 @@ class Experts:
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the checkpoint, where it goes)."""
         names = self.spec.names
-        yield f"{prefix}.{names.block}.{names.router}.weight", self.router.weight_OI
+        yield f"{prefix}.{names.router}.weight", self.router.weight_OI
         if self.router.bias_O is not None:
-            yield f"{prefix}.{names.block}.{names.router}.bias", self.router.bias_O
-        experts = f"{prefix}.{names.block}.experts"
-        if names.gate is None:  # all experts in one tensor, stored inputs first
-            yield f"{experts}.gate_up_proj", self.gate_up_EFM.transpose(1, 2)
-            yield f"{experts}.down_proj", self.down_EMF.transpose(1, 2)
-            assert self.gate_up_bias_EF is not None
-            assert self.down_bias_EM is not None
-            yield f"{experts}.gate_up_proj_bias", self.gate_up_bias_EF
-            yield f"{experts}.down_proj_bias", self.down_bias_EM
-            return
-        inner = self.spec.intermediate_size
+            yield f"{prefix}.{names.router}.bias", self.router.bias_O
+        experts = f"{prefix}.{names.experts}"
+        if names.layout == "one by one":
+            yield from self._one_by_one(experts)
+        else:
+            is_turned = names.layout == "inputs first"
+            yield f"{experts}.{names.gate}", self.gate_up_EFM.transpose(1, 2) if is_turned else self.gate_up_EFM
+            yield f"{experts}.{names.down}", self.down_EMF.transpose(1, 2) if is_turned else self.down_EMF
+        for name, bias in ((names.gate, self.gate_up_bias_EF), (names.down, self.down_bias_EM)):
+            if bias is not None:
+                yield f"{experts}.{name}_bias", bias
+        yield from self._shared_destinations(prefix)
+
+    def _one_by_one(self, experts: str) -> Iterator[tuple[str, torch.Tensor]]:
+        names, inner = self.spec.names, self.spec.intermediate_size
         for expert in range(self.spec.num_experts):
             yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up_EFM[expert, :inner]
             yield f"{experts}.{expert}.{names.up}.weight", self.gate_up_EFM[expert, inner:]
             yield f"{experts}.{expert}.{names.down}.weight", self.down_EMF[expert]
-        if self.shared is not None and self.shared_gate is not None:
-            block, size = f"{prefix}.{names.block}", self.spec.shared_size
-            yield f"{block}.shared_expert.gate_proj.weight", self.shared.gate_up.weight_OI[:size]
-            yield f"{block}.shared_expert.up_proj.weight", self.shared.gate_up.weight_OI[size:]
-            yield f"{block}.shared_expert.down_proj.weight", self.shared.down.weight_OI
-            yield f"{block}.shared_expert_gate.weight", self.shared_gate.weight_OI
+
+    def _shared_destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.shared is None:
+            return
+        names, size = self.spec.names, self.spec.shared_size
+        shared, gate_up, down = f"{prefix}.{names.shared}", self.shared.gate_up.weight_OI, self.shared.down.weight_OI
+        if names.layout == "outputs first":
+            yield f"{shared}.{names.gate}", gate_up
+            yield f"{shared}.{names.down}", down
+            return
+        yield f"{shared}.{names.gate}.weight", gate_up[:size]
+        yield f"{shared}.{names.up}.weight", gate_up[size:]
+        yield f"{shared}.{names.down}.weight", down
+        if self.shared_gate is not None:
+            yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
 
 
 def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:

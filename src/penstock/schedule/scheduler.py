@@ -225,7 +225,9 @@ class Scheduler:
             self._schedule_prompts(prompts, bool(decodes), draft)
         if decodes and not draft.chunk_by_sequence:
             self._schedule_decodes(decodes, draft)  # every prompt waits for something else
-        if prompts and not decodes and not draft.chunk_by_sequence:
+        if prompts and draft.preempted and not draft.chunk_by_sequence:
+            self._schedule_prompts(prompts, False, draft)  # every decode lost its place
+        if prompts and not draft.chunk_by_sequence:
             self._schedule_oldest(prompts, draft)
         self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
         self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
