@@ -22,6 +22,7 @@ class ForwardInputs:
     rotary_variants: tuple[str, ...]
     sequence_ids: tuple[int, ...]
     logit_rows: torch.Tensor
+    source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
 
     @property
     def num_chunks(self) -> int:

@@ -70,12 +70,18 @@ class Runner:
             rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in plan.chunks),
             sequence_ids=tuple(chunk.sequence_id for chunk in plan.chunks),
             logit_rows=self._tensor(logit_rows),
+            source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         """On the device; a copy from pinned memory is not waited for."""
         is_gpu = self.device.type == "cuda"
         return torch.tensor(values, dtype=torch.long, pin_memory=is_gpu).to(self.device, non_blocking=True)
+
+
+def _num_source(sequence: Sequence) -> int:
+    source = sequence.request.source
+    return 0 if source is None else source.num_tokens
 
 
 def _logit_rows(chunk: Chunk, sequence: Sequence, first_row: int) -> list[int]:

@@ -35,3 +35,6 @@ class NativeTextLane:
             self.attention.begin_step(inputs)
             hidden_TM = self.decoder.forward(inputs, self.attention)
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
+
+    def release(self, sequence_id: int) -> None:
+        """Nothing: what is kept of a sequence are its blocks, and the scheduler gives them back."""

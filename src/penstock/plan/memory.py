@@ -26,6 +26,7 @@ class ModelShape:
     dtype_bytes: int
     max_context: int
     attends_through_scores: bool = False  # softcaps: scores are materialised tile by tile
+    state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
 
     @property
     def weight_bytes(self) -> int:
@@ -33,7 +34,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        keys_and_values = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        return keys_and_values + self.state_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,21 +29,32 @@ class PromptPlan:
 
 
 def plan_prompt(
-    memory: MemoryModel, prompt_tokens: int, config: EngineConfig, budget_bytes: int, max_context: int
+    memory: MemoryModel,
+    prompt_tokens: int,
+    config: EngineConfig,
+    budget_bytes: int,
+    max_context: int,
+    *,
+    is_source: bool = False,
 ) -> PromptPlan:
-    """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows."""
+    """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows.
+
+    A source that an encoder reads is all there from its first chunk on; its chunks are those of one pass.
+    """
     upper = chunk_upper_bound(config, prompt_tokens)
     sizes: list[int] = []
     peak, start = 0, 0
     fits = prompt_tokens < max_context  # one more token is the answer's
     while start < prompt_tokens:
         wanted = min(upper, prompt_tokens - start)
-        allowed = memory.largest_chunk(start=start, budget_bytes=budget_bytes, upper=wanted)
+        context = prompt_tokens if is_source else start
+        allowed = memory.largest_chunk(start=context, budget_bytes=budget_bytes, upper=wanted)
         fits = fits and allowed > 0
         chunk = allowed or wanted
         sizes.append(chunk)
         start += max(1, chunk - (config.overlap if start + chunk < prompt_tokens else 0))
-        peak = max(peak, memory.peak_bytes(chunk=chunk, context=min(start + config.overlap, prompt_tokens)))
+        context = prompt_tokens if is_source else min(start + config.overlap, prompt_tokens)
+        peak = max(peak, memory.peak_bytes(chunk=chunk, context=context))
     chunk_size = max(sizes, default=0)
     adjustments = _adjustments(config, sizes, prompt_tokens, max_context, budget_bytes)
     return PromptPlan(

@@ -130,7 +130,7 @@ class Scheduler:
     # --- what may happen between steps ---
 
     def submit(self, request: Request) -> Sequence:
-        self.refuse_too_long(len(request.prompt))
+        self.refuse_too_long(request.num_slots(len(request.prompt)))
         self._refuse_full_queue(len(request.prompt))
         sequence = Sequence(
             request=request,
@@ -263,7 +263,9 @@ class Scheduler:
             token_budget=self.budget.ceiling,
             predicted_s=self.budget.predict(self._load),
             predicted_bytes=self.peak_estimate(
-                self._load.num_tokens, max(chunk.end for chunk in chunks), self.resident_tokens
+                self._load.num_tokens,
+                max(self.sequences[chunk.sequence_id].request.num_slots(chunk.end) for chunk in chunks),
+                self.resident_tokens,
             ),
             reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
@@ -328,7 +330,7 @@ class Scheduler:
         """How far the blocks reach that nobody holds, less one for each running stream's next token."""
         num_reserved = sum(not s.is_prefilling for s in self.running.values()) - draft.num_decodes
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
-        return num_blocks * self.limits.block_size
+        return sequence.request.num_reached(num_blocks * self.limits.block_size)
 
     def _prompt_budget(self, sequence: Sequence, has_decodes: bool, draft: _Draft) -> int:
         """Tokens left for this prompt by the token budget, the latency target and the memory."""
@@ -343,7 +345,8 @@ class Scheduler:
         if wanted < 1:
             return 0
         num_scheduled = draft.num_decodes + draft.num_prompt_tokens
-        allowed = self.chunk_limit(sequence.num_computed, self.resident_tokens, wanted + num_scheduled)
+        num_slots = sequence.request.num_slots(sequence.num_computed)
+        allowed = self.chunk_limit(num_slots, self.resident_tokens, wanted + num_scheduled)
         # One token always advances: the pool was sized so that the smallest chunk fits.
         return max(allowed - num_scheduled, 0 if draft.chunk_by_sequence else 1)
 
@@ -370,7 +373,9 @@ class Scheduler:
         return True
 
     def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        if len(sequence.block_ids) * self.limits.block_size < end and not self._allocate(sequence, end, draft):
+        num_slots = sequence.request.num_slots(end)
+        is_held = len(sequence.block_ids) * self.limits.block_size >= num_slots
+        if not is_held and not self._allocate(sequence, num_slots, draft):
             return
         sequence.num_in_flight = end - sequence.num_computed
         chunk = Chunk(
