@@ -87,7 +87,9 @@ def tiny_seq2seq(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def randomized(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    # Some releases hand softcaps to a kernel that leaves them out; the eager path is what the config says.
+    kind = {"attn_implementation": "eager"} if hasattr(config, "encoder") else {}
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, **kind).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:

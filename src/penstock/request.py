@@ -157,10 +157,15 @@ class Chunk:
     wants_logits: bool
     num_cached: int = 0  # tokens of the sequence that came from the prefix cache
     num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
+    num_slots_before: int | None = None  # tokens that it attends to besides its own; None: those before `start`
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def num_before(self) -> int:
+        return self.start if self.num_slots_before is None else self.num_slots_before
 
     @property
     def is_prompt(self) -> bool:

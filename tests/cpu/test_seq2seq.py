@@ -18,6 +18,7 @@ from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong, Unknow
 from penstock.lanes.lane import SEQ2SEQ_SOURCE
 from penstock.lanes.seq2seq import tiled_encoder
 from penstock.lanes.seq2seq_spec import seq2seq_spec
+from penstock.lanes.source_decoder import CrossStates, SourceDecoder
 from penstock.lanes.source_encoder import read_source
 from penstock.request import PrefillProgress
 
@@ -58,6 +59,13 @@ def states(model, ids, mask=None):
     return model.get_encoder()(ids, attention_mask=torch.ones_like(ids) if mask is None else mask).last_hidden_state
 
 
+def generated(model, ids):
+    """(tokens, logits) of 32 greedy steps that do not end."""
+    length = {"max_new_tokens": NUM_GENERATED, "min_new_tokens": NUM_GENERATED}
+    result = model.generate(ids, **length, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    return result.sequences[0, -NUM_GENERATED:].tolist(), torch.cat(result.logits)
+
+
 @pytest.mark.parametrize("name", SEQ2SEQ)
 @pytest.mark.parametrize("tile", [1, 3, 7, 64, 150, 1000])
 def test_tiles_of_every_size_give_the_plain_encoders_states(name, tile, folders):
@@ -74,23 +82,51 @@ def test_padding_is_not_attended_to(name, folders):
     assert (difference * mask[..., None]).abs().max() <= TOLERANCE
 
 
+def test_padding_on_the_left_is_exact_or_refused(folders):
+    ids = torch.tensor([prompt(50), prompt(50, seed=2)])
+    mask = torch.ones_like(ids)
+    ids[0, :10] = mask[0, :10] = 0
+    for name in SEQ2SEQ:
+        model = folders(name)[1]
+        if name == "m2m100":
+            with pytest.raises(InvalidPrompt, match="padded on the right"):
+                read_source(model, ids, mask, tile=7)
+            continue
+        difference = read_source(model, ids, mask, tile=7) - states(model, ids, mask)
+        assert (difference * mask[..., None]).abs().max() <= TOLERANCE
+
+
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_the_answer_is_that_of_the_plain_model(name, folders, load):
     model, ids = folders(name)[1], torch.tensor([SOURCE])
-    written = model.generate(ids, max_new_tokens=NUM_GENERATED, min_new_tokens=NUM_GENERATED, do_sample=False)[0]
-    with torch.no_grad():
-        reference = model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=written[None, :-1]).logits[0]
-    reference[:, 2] = -torch.inf  # generate was told not to end
+    written, reference = generated(model, ids)
     for tile in (1, 7, 64, 0):
         engine = load(name, chunk_size=tile)
         recorder = LogitRecorder(engine)
         engine.model.lane.rules = dataclasses.replace(engine.model.lane.rules, never=(2,))
         output = engine.generate(SOURCE, max_tokens=NUM_GENERATED)
-        assert output.token_ids == tuple(written[1:].tolist()), f"tile {tile}"
-        seen = reference.isfinite()
-        assert (recorder.all - reference)[seen].abs().max() <= TOLERANCE, f"tile {tile}"
+        assert output.token_ids == tuple(written), f"tile {tile}"
+        is_seen = recorder.all.isfinite()
+        assert (recorder.all - reference)[is_seen].abs().max() <= TOLERANCE, f"tile {tile}"
         assert engine.lane.after_reading(output.num_prompt_chunks).applied == (tile > 0)
         assert (output.num_prompt_tokens, output.num_computed_tokens) == (len(SOURCE), len(SOURCE))
+
+
+@pytest.mark.parametrize("name", ["t5-gated-untied", "bart", "m2m100", "t5gemma"])
+def test_a_decoder_prompt_in_chunks_gives_the_logits_of_the_whole(name, folders):
+    model, ids, answer = folders(name)[1], torch.tensor([SOURCE]), torch.tensor([prompt(40, seed=3)])
+    with torch.no_grad():
+        reference = model(ids, attention_mask=torch.ones_like(ids), decoder_input_ids=answer).logits[0]
+    hidden = read_source(model, ids, tile=64)
+    decoder, cross = SourceDecoder(model), CrossStates(num_tokens=len(SOURCE))
+    for start in range(0, len(SOURCE), 7):
+        decoder.add_keys(cross, hidden[:, start : start + 7], start)
+    for chunk_size in (1, 3, 7, 40):
+        cache = decoder.cache(cross)
+        for start in range(0, 40, chunk_size):
+            end = min(start + chunk_size, 40)
+            logits = decoder.logits(answer[:, start:end], hidden, cache)
+            assert (logits[0] - reference[end - 1]).abs().max() <= TOLERANCE
 
 
 def test_many_sources_at_once_equal_each_alone(load):

@@ -148,12 +148,13 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     files = resolve(model, weights=False)
     lane = pick_lane(files.config, config.lane)
     dtype = choose_dtype(config.dtype, files.config, device)
-    runtime_bytes = gpu.runtime_bytes if gpu is not None else defaults.RUNTIME_BYTES_ESTIMATE
+    is_source = lane.id == SEQ2SEQ_SOURCE
+    host_bytes = defaults.RUNTIME_BYTES_ESTIMATE + (defaults.TRANSFORMERS_BYTES_ESTIMATE if is_source else 0)
+    runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
     memory = memory_model(files, config, dtype, runtime_bytes, device)
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
     max_context, warnings = context_limit(config, memory.shape.max_context)
     require_room(memory, config, budget, device)
-    is_source = lane.id == SEQ2SEQ_SOURCE
     prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context, is_source=is_source)
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]

@@ -37,7 +37,8 @@ def load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, devi
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
     max_source, warnings = context_limit(config, spec.max_positions or UNLIMITED)
     num_tokens = min(require_room(memory, config, budget, device.type), 2 * max_source * config.max_running)
-    model = _weights(model_class, files, getattr(torch, dtype)).to(device)
+    model = _weights(model_class, files, getattr(torch, dtype), has_softcap=spec.attention_softcap is not None)
+    model = model.to(device)
     lane = Seq2SeqLane(model, facts=facts, shape=memory.shape, max_source=max_source)
     if config.overlap:
         warnings.append(f"overlap {config.overlap} has no meaning for a source; it is 0")
@@ -76,14 +77,16 @@ def _model_class(files: ModelFiles) -> Any:
     return MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 
-def _weights(model_class: Any, files: ModelFiles, dtype: torch.dtype) -> Any:
+def _weights(model_class: Any, files: ModelFiles, dtype: torch.dtype, *, has_softcap: bool) -> Any:
     from transformers.utils import logging
 
+    # Some releases hand softcaps to a kernel that leaves them out.
+    kind = {"attn_implementation": "eager"} if has_softcap else {}
     was_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # ours is the only one on the terminal
     try:
         model = model_class.from_pretrained(
-            files.folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            files.folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False, **kind
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

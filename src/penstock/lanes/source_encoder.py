@@ -37,6 +37,7 @@ class SourceState:
     k_BKSD: torch.Tensor | None = None
     v_BKSD: torch.Tensor | None = None
     bias_by_module: dict[int, torch.Tensor] = field(default_factory=dict)
+    has_all_positions: bool = False  # tables that grow with the source were grown
 
     @property
     def num_tokens(self) -> int:
@@ -383,11 +384,24 @@ def _offset_hook(due: _Due) -> Callable[..., Any]:
         padding = getattr(table, "padding_idx", None)
         counts_tokens = isinstance(first, torch.Tensor) and not first.is_floating_point() and first.ndim == 2
         if counts_tokens and padding is not None and not isinstance(table, nn.Embedding):
-            # Positions of such a table are counted over tokens that are no padding.
-            offset = int((due.state.ids_BS[:, :offset] != padding).sum(1).max())
+            offset = _num_tokens_before(due, padding)
+            if not due.state.has_all_positions:  # once, not a little with every tile
+                table.forward(first[:, :1], **{OFFSET_NAME: due.state.num_tokens - 1})
+                due.state.has_all_positions = True
         return arguments, {**named, OFFSET_NAME: offset}
 
     return tell_offset
+
+
+def _num_tokens_before(due: _Due, padding: int) -> int:
+    """For tables that count positions over what is no padding."""
+    is_token_BS = due.state.ids_BS != padding
+    counts = is_token_BS[:, : due.rows.start].sum(1)[is_token_BS[:, due.rows].any(1)].unique()
+    if len(counts) > 1:
+        raise InvalidPrompt(
+            "The sources of the batch are padded on the left; this model needs them padded on the right."
+        )
+    return int(counts[0]) if len(counts) else 0
 
 
 def _stored(kept_BKSD: torch.Tensor | None, part_BKTD: torch.Tensor, due: _Due, num_tokens: int) -> torch.Tensor:
