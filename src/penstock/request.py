@@ -52,6 +52,19 @@ def _require(name: str, value: object, holds: bool, limit: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReading:
+    """A source that an encoder reads: its request's first positions are passes over it, not tokens of a prompt."""
+
+    num_tokens: int
+    num_passes: int
+    max_answer_tokens: int | None = None  # None: the model sets no limit
+
+    @property
+    def num_positions(self) -> int:
+        return self.num_tokens * self.num_passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The ask. `prompt` holds the tokens known at submission; a streamed prompt adds more through the scheduler."""
 
@@ -63,6 +76,30 @@ class Request:
     priority: int = 0  # lower is served first
     deadline_at: float | None = None  # on the clock of arrived_at; None: none
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
+    source: SourceReading | None = None  # None: the prompt is read by the decoder itself
+
+    @property
+    def first_decoder_position(self) -> int:
+        return 0 if self.source is None else self.source.num_positions
+
+    def num_slots(self, num_positions: int) -> int:
+        """Tokens whose memory is taken when that many positions are computed: a source's is from its first chunk."""
+        if self.source is None:
+            return num_positions
+        return self.source.num_tokens + max(0, num_positions - self.source.num_positions)
+
+    def num_reached(self, num_slots: int) -> int:
+        """Positions that may be computed within that many slots."""
+        if self.source is None:
+            return num_slots
+        num_answer = num_slots - self.source.num_tokens
+        return self.source.num_positions + num_answer if num_answer >= 0 else 0
+
+    def num_read(self, num_positions: int) -> int:
+        """Tokens of prompt or source that so many positions amount to."""
+        if self.source is None:
+            return num_positions
+        return min(num_positions, self.source.num_positions) // self.source.num_passes
 
 
 class Status(Enum):
@@ -135,10 +172,15 @@ class Chunk:
     num_cached: int = 0  # tokens of the sequence that came from the prefix cache
     num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
     state: StateUse | None = None  # None: the model has no recurrent state
+    num_slots_before: int | None = None  # tokens that it attends to besides its own; None: those before `start`
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def num_before(self) -> int:
+        return self.start if self.num_slots_before is None else self.num_slots_before
 
     @property
     def is_prompt(self) -> bool:
@@ -226,6 +268,11 @@ class Output:
     predicted_peak_bytes: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+
+    @property
+    def num_prompt_chunks(self) -> int:
+        """Those that the prompt was cut into; of a source, in its first pass."""
+        return sum(chunk.start < self.num_prompt_tokens for chunk in self.chunks)
 
     @property
     def prefill_tokens_per_s(self) -> float:

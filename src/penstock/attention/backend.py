@@ -26,6 +26,7 @@ class ForwardInputs:
     state_slots: tuple[int, ...] = ()  # of each chunk, where the model has recurrent state
     state_loads: tuple[tuple[int | None, int], ...] = ()  # (from, to) before the step; from None: zeros
     state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
+    source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
 
     @property
     def num_chunks(self) -> int:

@@ -85,7 +85,7 @@ class RunReport(_Document):
     def of(cls, model: str, facts: LaneFacts, plan: PromptPlan, adjustments: list[str], output: Output) -> RunReport:
         return cls(
             model=model,
-            lane=Lane.of(facts.after_reading(len(output.chunks))),
+            lane=Lane.of(facts.after_reading(output.num_prompt_chunks)),
             plan=RunPlan(
                 chunk_size=plan.chunk_size,
                 num_chunks=plan.num_chunks,

@@ -81,6 +81,9 @@ class _Choice:
 
 class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        if model.source is not None:
+            # States of a source depend on all of it: no part is shared or computed twice.
+            config = dataclasses.replace(config, overlap=0, prefix_cache=False)
         self.model = model
         self.config = config
         self.adjustments = list(model.adjustments)
@@ -116,7 +119,7 @@ class Engine:
             tokenizer=model.tokenizer,
             template=model.chat_template,
             needs_length=model.spec.depends_on_prompt_length or config.strict,
-            refuse_too_long=self.scheduler.refuse_too_long,
+            refuse_too_long=self._refuse_too_long,
             capacity=self.scheduler.capacity,
         )
         self._runner = Runner(model.lane, model.device)
@@ -163,7 +166,15 @@ class Engine:
     def plan(self, prompt_tokens: int) -> PromptPlan:
         """What a prompt of that length would cost in this engine."""
         model = self.model
-        plan = plan_prompt(model.memory, prompt_tokens, self.config, model.budget_bytes, self.scheduler.capacity)
+        is_source = model.source is not None
+        plan = plan_prompt(
+            model.memory,
+            prompt_tokens,
+            self.config,
+            model.budget_bytes,
+            self.scheduler.capacity,
+            is_source=is_source,
+        )
         return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))
 
     def generate(self, prompt: Prompt, **sampling: Any) -> Output:
@@ -216,6 +227,8 @@ class Engine:
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
         params = _sampling_params(sampling)
+        if isinstance(prompt, TokenFeed) and self.model.source is not None:
+            prompt = prompt.take_all(self._refuse_too_long)
         feed = prompt if isinstance(prompt, TokenFeed) else None
         tokens = () if isinstance(prompt, TokenFeed) else tuple(self._encode(prompt))
         if feed is None and not tokens:
@@ -223,6 +236,12 @@ class Engine:
         num_tokens = len(tokens) if feed is None else feed.num_total or 0
         if self.config.strict and num_tokens:
             self.plan(num_tokens)  # refuses before any work
+        source = None
+        if self.model.source is not None:
+            self._refuse_too_long(num_tokens)
+            if params.prompt_logprobs is not None:
+                raise InvalidSetting("An encoder gives its source no log-probabilities. Leave prompt_logprobs out.")
+            tokens, source = self.model.source.prompt(tokens)
         request = Request(
             id=self._next_id,
             prompt=tokens,
@@ -232,6 +251,7 @@ class Engine:
             rotary=self.model.spec.rotary_variant(num_tokens),
             priority=priority,
             deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
+            source=source,
         )
         self.scheduler.submit(request)
         self._next_id += 1
@@ -260,6 +280,8 @@ class Engine:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
             assert not is_stuck, "requests wait and none can run"
             return self._take_events()
+        for request_id in plan.preempted:
+            self.model.lane.release(request_id)
         started_at = time.perf_counter()
         try:
             chosen = self._choose_tokens(plan, self._runner.run(plan, self.scheduler.sequences))
@@ -338,7 +360,7 @@ class Engine:
             if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
                 self._note_prompt_logprobs(active, sequence.tokens, sequence.num_computed, rows)
             if chunk.wants_logits and sequence.abort_reason is None:
-                prompt = sequence.tokens[: sequence.num_prompt_tokens]
+                prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
                 token, logprob = active.sampler.sample(rows[-1], prompt, active.token_ids)
                 chosen[sequence.id] = self._choice(active, token, logprob, len(sequence.tokens) + 1)
         return chosen
@@ -349,9 +371,7 @@ class Engine:
         is_end = token in self.model.eos_ids and not sampling.ignore_eos
         text = "" if is_end else active.stop.push(active.detokenizer.push(token))
         finish: FinishReason | None = "stop" if is_end or active.stop.is_stopped else None
-        if finish is None and (
-            len(active.token_ids) + 1 >= sampling.max_tokens or num_tokens >= self.scheduler.capacity
-        ):
+        if finish is None and (len(active.token_ids) + 1 >= sampling.max_tokens or self._is_full(active, num_tokens)):
             finish = "length"
         if finish is not None:
             text += active.stop.push(active.detokenizer.flush()) + active.stop.flush()
@@ -361,6 +381,17 @@ class Engine:
             active.logprobs.append(logprob)
         event = Token(request_id=active.request.id, token_id=token, text=text, logprob=logprob)
         return _Choice(token=token, finish=finish, event=event)
+
+    def _is_full(self, active: _Active, num_tokens: int) -> bool:
+        request = active.request
+        if request.source is not None and (limit := request.source.max_answer_tokens) is not None:
+            return num_tokens - request.source.num_positions >= limit
+        return request.num_slots(num_tokens) >= self.scheduler.capacity
+
+    def _refuse_too_long(self, num_tokens: int) -> None:
+        if self.model.source is not None:
+            self.model.source.refuse_too_long(num_tokens)
+        self.scheduler.refuse_too_long(num_tokens)
 
     def _note_prompt_logprobs(self, active: _Active, tokens: list[int], first: int, rows: torch.Tensor) -> None:
         """Row i holds what the model expects after position first + i."""
@@ -390,11 +421,15 @@ class Engine:
         feed = active.feed
         total = chunk.num_prompt_tokens if feed is None else chunk.num_prompt_tokens or feed.num_total
         estimate = max(total or (feed.num_total_estimate if feed else 0), chunk.end)
+        num_computed = active.num_computed
+        if active.request.source is not None:
+            total = estimate = active.request.source.num_tokens
+            num_computed = active.request.num_read(num_computed)
         elapsed = now - (active.started_at or now)
-        speed = (active.num_computed - active.num_cached) / elapsed if elapsed > 0 else 0.0
+        speed = (num_computed - active.num_cached) / elapsed if elapsed > 0 else 0.0
         return PrefillProgress(
             request_id=active.request.id,
-            num_computed=active.num_computed,
+            num_computed=num_computed,
             num_cached=active.num_cached,
             num_total=total,
             num_total_estimate=estimate,
@@ -402,7 +437,7 @@ class Engine:
             chunk_end=chunk.end,
             elapsed_s=elapsed,
             tokens_per_s=speed,
-            eta_s=(estimate - active.num_computed) / speed if speed > 0 else 0.0,
+            eta_s=(estimate - num_computed) / speed if speed > 0 else 0.0,
             memory_bytes=resident_bytes(),
             predicted_peak_bytes=active.predicted_bytes,
         )
@@ -421,8 +456,9 @@ class Engine:
             self._finish(request_id, reason)
 
     def _finish(self, request_id: int, reason: FinishReason) -> None:
+        self.model.lane.release(request_id)
         active = self._active.pop(request_id)
-        sampling = active.request.sampling
+        request, sampling = active.request, active.request.sampling
         now = time.perf_counter()
         first = active.first_token_at
         output = Output(
@@ -430,8 +466,8 @@ class Engine:
             text="".join(active.text),
             token_ids=tuple(active.token_ids),
             finish_reason=reason,
-            num_prompt_tokens=len(active.request.prompt) if active.feed is None else active.feed.num_given,
-            num_computed_tokens=active.num_computed,
+            num_prompt_tokens=request.num_read(len(request.prompt)) if active.feed is None else active.feed.num_given,
+            num_computed_tokens=request.num_read(active.num_computed),
             num_cached_tokens=active.num_cached,
             chunks=tuple(active.chunks),
             ttft_s=None if first is None else first - active.request.arrived_at,

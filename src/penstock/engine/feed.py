@@ -47,6 +47,14 @@ class TokenFeed:
             self.num_total = self.num_given
         return taken, is_last
 
+    def take_all(self, refuse_past: Callable[[int], None]) -> list[int]:
+        """Every token, for a reader that needs them all before it begins; `refuse_past` is called with the count."""
+        for batch in self.batches:
+            self._pending += batch
+            refuse_past(len(self._pending))
+        self._is_exhausted = True
+        return self.take(len(self._pending))[0]
+
     @property
     def num_total_estimate(self) -> int:
         """From the share of bytes that the tokens so far came from."""

@@ -24,8 +24,10 @@ from penstock.engine.planning import (
 )
 from penstock.errors import InvalidSetting
 from penstock.lanes.graphs import SIZES, DecodeGraphs
-from penstock.lanes.lane import Lane, pick_lane
+from penstock.lanes.lane import SEQ2SEQ_SOURCE, Lane, pick_lane
 from penstock.lanes.native import NativeTextLane
+from penstock.lanes.seq2seq import Seq2SeqLane
+from penstock.lanes.seq2seq_spec import Seq2SeqSpec
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.gguf import read_gguf
@@ -48,7 +50,7 @@ LARGEST_MMAP_THRESHOLD = 32 * 2**20
 class LoadedModel:
     name: str
     identity: str
-    spec: DecoderSpec
+    spec: DecoderSpec | Seq2SeqSpec
     lane: Lane
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -60,6 +62,7 @@ class LoadedModel:
     dtype: str
     device: torch.device
     adjustments: tuple[str, ...]
+    source: Seq2SeqLane | None = None  # the lane again, where it reads a source
 
 
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
@@ -69,6 +72,10 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     keep_freed_memory()
     return_freed_memory()  # of an engine before this one
     torch.set_num_threads(config.threads or num_physical_cores())
+    if facts.id == SEQ2SEQ_SOURCE:
+        from penstock.engine.seq2seq_loading import load_seq2seq
+
+        return load_seq2seq(files, facts, config, device)
     spec = decoder_spec(files.config)
     dtype = choose_dtype(config.dtype, files.config, device.type)
     parts = load_tokenizer(files)

@@ -12,7 +12,8 @@ from typing import Any
 from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidSetting, MemoryTooSmall
-from penstock.lanes.lane import LaneFacts, native_shape, pick_lane
+from penstock.lanes.lane import DTYPE_BYTES, SEQ2SEQ_SOURCE, LaneFacts, native_shape, pick_lane
+from penstock.lanes.seq2seq_spec import seq2seq_shape, seq2seq_spec
 from penstock.models.files import ModelFiles, resolve
 from penstock.plan.machine import default_memory_budget, has_fast_bfloat16
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
@@ -110,7 +111,12 @@ def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[s
 def memory_model(
     files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, budget_bytes: int, device: str = "cpu"
 ) -> MemoryModel:
-    shape = native_shape(files.config, dtype)
+    is_seq2seq = bool(files.config.get("is_encoder_decoder"))
+    shape = (
+        seq2seq_shape(seq2seq_spec(files.config), DTYPE_BYTES[dtype])
+        if is_seq2seq
+        else native_shape(files.config, dtype)
+    )
     num_running, num_checkpoints = state_slots(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes)
     return MemoryModel(
         shape=shape,
@@ -157,12 +163,14 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     files = resolve(model, weights=False)
     lane = pick_lane(files.config, config.lane)
     dtype = choose_dtype(config.dtype, files.config, device)
-    runtime_bytes = gpu.runtime_bytes if gpu is not None else defaults.RUNTIME_BYTES_ESTIMATE
+    is_source = lane.id == SEQ2SEQ_SOURCE
+    host_bytes = defaults.RUNTIME_BYTES_ESTIMATE + (defaults.TRANSFORMERS_BYTES_ESTIMATE if is_source else 0)
+    runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
     memory = memory_model(files, config, dtype, runtime_bytes, budget, device)
     max_context, warnings = context_limit(config, memory.shape.max_context)
     require_room(memory, config, budget, device)
-    prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context)
+    prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context, is_source=is_source)
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}

@@ -81,12 +81,18 @@ class Runner:
                 for chunk in plan.chunks
                 if chunk.state and chunk.state.save_to is not None
             ),
+            source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         """On the device; a copy from pinned memory is not waited for."""
         is_gpu = self.device.type == "cuda"
         return torch.tensor(values, dtype=torch.long, pin_memory=is_gpu).to(self.device, non_blocking=True)
+
+
+def _num_source(sequence: Sequence) -> int:
+    source = sequence.request.source
+    return 0 if source is None else source.num_tokens
 
 
 def _logit_rows(chunk: Chunk, sequence: Sequence, first_row: int) -> list[int]:

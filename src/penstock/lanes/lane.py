@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from penstock.attention.backend import ForwardInputs
 
 NATIVE_TEXT = "optimized-native-text"
-LANE_IDS = (NATIVE_TEXT,)
+SEQ2SEQ_SOURCE = "transformers-generic-seq2seq-source"
+LANE_IDS = (NATIVE_TEXT, SEQ2SEQ_SOURCE)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -31,13 +32,20 @@ class LaneFacts:
     reason: str
     boundary: str = ""
     mask_mode: str = ""
+    chunked_boundary: str = "any token"  # what `boundary` and `mask_mode` are once the prompt was read in chunks
+    chunked_mask_mode: str = "offset-causal"
 
     def after_reading(self, num_chunks: int) -> LaneFacts:
         """The facts of a prompt that was read in that many chunks."""
+        if not self.eligible:
+            return self
         if num_chunks > 1:
-            return replace(self, applied=True, boundary="any token", mask_mode="offset-causal")
+            return replace(self, applied=True, boundary=self.chunked_boundary, mask_mode=self.chunked_mask_mode)
         reason = "the prompt was read in one chunk" if num_chunks else "the prompt was not read"
         return replace(self, applied=False, reason=reason)
+
+    def reading_whole(self, reason: str) -> LaneFacts:
+        return replace(self, eligible=False, applied=False, reason=reason)
 
 
 class Lane(Protocol):
@@ -48,12 +56,27 @@ class Lane(Protocol):
         """Float32 logits of `inputs.logit_rows`."""
         ...
 
+    def release(self, sequence_id: int) -> None:
+        """Frees what the lane itself keeps of a sequence that ended or must begin again."""
+        ...
+
 
 def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
     """The lane for a model, from its own config, and why."""
     if requested is not None and requested not in LANE_IDS:
         raise UnknownLane(f"Lane {requested!r} does not exist; lanes are {', '.join(LANE_IDS)}.")
     model_type = config.get("model_type")
+    if config.get("is_encoder_decoder") and requested in (None, SEQ2SEQ_SOURCE):
+        return LaneFacts(
+            id=SEQ2SEQ_SOURCE,
+            eligible=True,
+            applied=False,
+            reason=f"{model_type} is an encoder-decoder model",
+            chunked_boundary="any row of any layer",
+            chunked_mask_mode="bidirectional",
+        )
+    if requested == SEQ2SEQ_SOURCE:
+        raise UnknownLane(f"Lane {requested!r} is for encoder-decoder models; {model_type!r} is none.")
     if not is_supported(config):
         architectures = ", ".join(config.get("architectures") or []) or "unnamed"
         raise UnsupportedModel(

@@ -48,3 +48,6 @@ class NativeTextLane:
         for source, target in inputs.state_saves:
             self.states.copy(source, target)
         return hidden_TM
+
+    def release(self, sequence_id: int) -> None:
+        """Nothing: what is kept of a sequence are its blocks, and the scheduler gives them back."""

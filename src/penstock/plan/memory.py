@@ -30,6 +30,7 @@ class ModelShape:
     num_recurrent_layers: int = 0  # without keys and values
     state_bytes: int = 0  # of one sequence, in all recurrent layers
     recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
+    state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
 
     @property
     def weight_bytes(self) -> int:
@@ -38,7 +39,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         num_layers = self.num_layers - self.num_recurrent_layers
-        return 2 * num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        keys_and_values = 2 * num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        return keys_and_values + self.state_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,9 +30,18 @@ class PromptPlan:
 
 
 def plan_prompt(
-    memory: MemoryModel, prompt_tokens: int, config: EngineConfig, budget_bytes: int, max_context: int
+    memory: MemoryModel,
+    prompt_tokens: int,
+    config: EngineConfig,
+    budget_bytes: int,
+    max_context: int,
+    *,
+    is_source: bool = False,
 ) -> PromptPlan:
-    """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows."""
+    """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows.
+
+    A source that an encoder reads is all there from its first chunk on; its chunks are those of one pass.
+    """
     upper = chunk_upper_bound(config, prompt_tokens)
     has_state = memory.shape.state_bytes > 0
     stops = Stops(end=prompt_tokens, boundary=memory.block_size if has_state else 1)
@@ -43,14 +52,16 @@ def plan_prompt(
     fits = prompt_tokens < max_context  # one more token is the answer's
     while start < prompt_tokens:
         wanted = min(upper, prompt_tokens - start)
-        allowed = memory.largest_chunk(start=start, budget_bytes=budget_bytes, upper=wanted)
+        context = prompt_tokens if is_source else start
+        allowed = memory.largest_chunk(start=context, budget_bytes=budget_bytes, upper=wanted)
         fits = fits and allowed > 0
         chunk = chunk_end(start, allowed or wanted, stops).position - start
         sizes.append(chunk)
         if 0 < allowed < wanted:
             lowered.append(chunk)
         start += max(1, chunk - (overlap if start + chunk < prompt_tokens else 0))
-        peak = max(peak, memory.peak_bytes(chunk=chunk, context=min(start + overlap, prompt_tokens)))
+        context = prompt_tokens if is_source else min(start + overlap, prompt_tokens)
+        peak = max(peak, memory.peak_bytes(chunk=chunk, context=context))
     chunk_size = max(sizes, default=0)
     adjustments = _adjustments(config, stops, lowered, sizes, max_context, budget_bytes)
     return PromptPlan(

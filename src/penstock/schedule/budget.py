@@ -72,7 +72,8 @@ class StepLoad:
         load = cls()
         for chunk in chunks:
             is_decode = not chunk.is_prompt and chunk.num_tokens == 1
-            load = load.with_decode(chunk.end) if is_decode else load.with_chunk(chunk.start, chunk.num_tokens)
+            before = chunk.num_before
+            load = load.with_decode(before + 1) if is_decode else load.with_chunk(before, chunk.num_tokens)
         return load
 
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:

@@ -68,10 +68,10 @@ class _Draft:
         num_tokens = chunk.end - chunk.start
         if chunk.is_prompt or num_tokens > 1:
             self.num_prompt_tokens += sign * num_tokens
-            self.token_contexts += sign * (num_tokens * chunk.start + num_tokens * num_tokens // 2)
+            self.token_contexts += sign * (num_tokens * chunk.num_before + num_tokens * num_tokens // 2)
         else:
             self.num_decodes += sign
-            self.decode_contexts += sign * chunk.end
+            self.decode_contexts += sign * (chunk.num_before + 1)
 
 
 # (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget
@@ -142,8 +142,8 @@ class Scheduler:
     # --- what may happen between steps ---
 
     def submit(self, request: Request) -> Sequence:
-        self.refuse_too_long(len(request.prompt))
-        self._refuse_full_queue(len(request.prompt))
+        self.refuse_too_long(request.num_slots(len(request.prompt)))
+        self._refuse_full_queue(request.num_slots(len(request.prompt)))
         sequence = Sequence(
             request=request,
             tokens=list(request.prompt),
@@ -283,7 +283,9 @@ class Scheduler:
             token_budget=self.budget.ceiling,
             predicted_s=self.budget.predict(self._load),
             predicted_bytes=self.peak_estimate(
-                self._load.num_tokens, max(chunk.end for chunk in chunks), self.resident_tokens
+                self._load.num_tokens,
+                max(self.sequences[chunk.sequence_id].request.num_slots(chunk.end) for chunk in chunks),
+                self.resident_tokens,
             ),
             reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
@@ -348,22 +350,23 @@ class Scheduler:
         """How far the blocks reach that nobody holds, less one for each running stream's next token."""
         num_reserved = sum(not s.is_prefilling for s in self.running.values()) - draft.num_decodes
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
-        return num_blocks * self.limits.block_size
+        return sequence.request.num_reached(num_blocks * self.limits.block_size)
 
     def _prompt_budget(self, sequence: Sequence, has_decodes: bool, draft: _Draft) -> int:
         """Tokens left for this prompt by the token budget, the latency target and the memory."""
         wanted = sequence.num_known - sequence.num_computed + self.limits.overlap
+        num_slots = sequence.request.num_slots(sequence.num_computed)
         if self.budget.ceiling:
             wanted = min(wanted, self.budget.ceiling - draft.num_prompt_tokens)
         if has_decodes and self.policy.decodes_beside_prompts:
             wanted = self._shared_with_decodes(sequence, wanted, draft)
         elif self.policy.decodes_beside_prompts and not draft.num_prompt_tokens:
-            allowed = self.budget.allowance(draft.load, sequence.num_computed, wanted, STRETCH_WITHOUT_DECODES)
+            allowed = self.budget.allowance(draft.load, num_slots, wanted, STRETCH_WITHOUT_DECODES)
             wanted = max(allowed, min(wanted, self.budget.floor))
         if wanted < 1:
             return 0
         num_scheduled = draft.num_decodes + draft.num_prompt_tokens
-        allowed = self.chunk_limit(sequence.num_computed, self.resident_tokens, wanted + num_scheduled)
+        allowed = self.chunk_limit(num_slots, self.resident_tokens, wanted + num_scheduled)
         # One token always advances: the pool was sized so that the smallest chunk fits.
         return max(allowed - num_scheduled, 0 if draft.chunk_by_sequence else 1)
 
@@ -371,7 +374,8 @@ class Scheduler:
         policy, budget = self.policy, self.budget
         allowed = 0
         if budget.target_s is not None or policy.fills_without_target:
-            allowed = budget.allowance(draft.load, sequence.num_computed, wanted)
+            num_slots = sequence.request.num_slots(sequence.num_computed)
+            allowed = budget.allowance(draft.load, num_slots, wanted)
         is_overdue = self._steps_without_prefill >= policy.most_steps_without_prefill
         is_first = draft.num_prompt_tokens == 0
         if is_first and policy.has_floor:
@@ -391,7 +395,9 @@ class Scheduler:
         return True
 
     def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        if len(sequence.block_ids) * self.limits.block_size < end and not self._allocate(sequence, end, draft):
+        num_slots = sequence.request.num_slots(end)
+        is_held = len(sequence.block_ids) * self.limits.block_size >= num_slots
+        if not is_held and not self._allocate(sequence, num_slots, draft):
             return
         sequence.num_in_flight = end - sequence.num_computed
         chunk = Chunk(
@@ -402,6 +408,7 @@ class Scheduler:
             num_cached=sequence.num_cached,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
             state=self.holdings.state_use(sequence, end),
+            num_slots_before=None if sequence.request.source is None else sequence.request.num_slots(start),
         )
         draft.add(chunk)
         if chunk.is_prompt:
@@ -448,7 +455,7 @@ class Scheduler:
 
     def _refuse_full_queue(self, num_tokens: int) -> None:
         limits = self.limits
-        queued = sum(s.num_prompt_tokens for s in self.waiting.values())
+        queued = sum(s.request.num_slots(s.num_prompt_tokens) for s in self.waiting.values())
         unread = sum(max(0, s.num_prompt_tokens - s.num_computed) for s in self.sequences.values())
         retry_after_s = max(1.0, unread / self._tokens_per_s)
         if limits.max_waiting is not None and len(self.waiting) >= limits.max_waiting:

@@ -1,0 +1,217 @@
+"""The lane `transformers-generic-seq2seq-source`: a source read in exact tiles, then answered token by token.
+
+A request's positions are work: the encoder's passes over the source, one more for the decoder's keys and values of
+it, then the decoder's own tokens. So every unit of work is a chunk like any other.
+"""
+
+# S source tokens, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.attention.backend import ForwardInputs
+from penstock.errors import InvalidModelFile, PromptTooLong, UnsupportedModel
+from penstock.lanes.lane import LaneFacts
+from penstock.lanes.source_decoder import CrossStates, SourceDecoder
+from penstock.lanes.source_encoder import SourceState, TiledEncoder, encoder_of
+from penstock.plan.memory import ModelShape
+from penstock.request import SourceReading
+
+CHECK_TOKENS, CHECK_TILE = 37, 7
+# float32: rounding alone. Narrower types: a part of the states' own size, far above rounding and below any mistake.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+# What generation_config.json may ask for and is not done here: name -> the value that asks for nothing.
+NOT_DONE: Mapping[str, Any] = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "repetition_penalty": 1.0,
+    "do_sample": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRules:
+    """How an answer begins and what it never holds, by the model's generation config."""
+
+    start_tokens: tuple[int, ...]
+    first_token: int | None  # forced: the language of a translation
+    never: tuple[int, ...]
+    not_done: tuple[str, ...]  # what the config asks for and the lane does not do
+
+    @classmethod
+    def of(cls, generation_config: Any) -> AnswerRules:
+        start = getattr(generation_config, "decoder_start_token_id", None)
+        start = getattr(generation_config, "bos_token_id", None) if start is None else start
+        if start is None:
+            raise InvalidModelFile(
+                "The model says no decoder_start_token_id, so no answer can begin; add it to generation_config.json."
+            )
+        words = getattr(generation_config, "bad_words_ids", None) or []
+        never = {word[0] for word in words if len(word) == 1} | set(
+            getattr(generation_config, "suppress_tokens", None) or []
+        )
+        asked = {name: getattr(generation_config, name, None) for name in NOT_DONE}
+        return cls(
+            start_tokens=tuple(start) if isinstance(start, Sequence) else (start,),
+            first_token=getattr(generation_config, "forced_bos_token_id", None),
+            never=tuple(sorted(never)),
+            not_done=tuple(
+                f"generation_config asks for {name} {value}; it is not applied"
+                for name, value in asked.items()
+                if value is not None and value != NOT_DONE[name]
+            ),
+        )
+
+    def apply(self, logits_1V: torch.Tensor, num_written: int) -> torch.Tensor:
+        if num_written == 0 and self.first_token is not None:
+            logits_1V = torch.full_like(logits_1V, -torch.inf)
+            logits_1V[:, self.first_token] = 0
+        elif self.never:
+            logits_1V[:, list(self.never)] = -torch.inf
+        return logits_1V
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reading:
+    """All that a request keeps: the source's states, the decoder's view of them, its cache."""
+
+    source: SourceState
+    cross: CrossStates
+    cache: Any = None  # None until the source is read
+
+
+class Seq2SeqLane:
+    def __init__(self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int | None) -> None:
+        self.model = model
+        self.shape = shape
+        self.decoder = SourceDecoder(model)
+        self.rules = AnswerRules.of(model.generation_config)
+        self.encoder: TiledEncoder | None
+        self.encoder, why_not = tiled_encoder(model)
+        self.facts = facts if self.encoder is not None else facts.reading_whole(why_not)
+        self.max_source = max_source
+        self._readings: dict[int, _Reading] = {}
+
+    @property
+    def num_passes(self) -> int:
+        """Over the source: those of the encoder and one for the decoder's keys and values. One where read whole."""
+        return 1 if self.encoder is None else self.encoder.num_passes + 1
+
+    def refuse_too_long(self, num_tokens: int) -> None:
+        table = None if self.encoder is None else self.encoder.max_positions
+        if table is not None and num_tokens > table:
+            raise PromptTooLong(
+                f"The source has {num_tokens} tokens or more; the model has positions for {table}. Shorten the source."
+            )
+        if self.max_source is not None and num_tokens > self.max_source:
+            raise PromptTooLong(
+                f"The source has {num_tokens} tokens or more; the model was trained for {self.max_source}. Shorten "
+                "it or, to go past that, raise --context."
+            )
+
+    def prompt(self, source: Sequence[int]) -> tuple[tuple[int, ...], SourceReading]:
+        """The positions of a request: source tokens in the first pass, nothing new in the others, then the start."""
+        reading = SourceReading(
+            num_tokens=len(source), num_passes=self.num_passes, max_answer_tokens=self.decoder.max_positions
+        )
+        filler = (0,) * (reading.num_positions - len(source))
+        return (*source, *filler, *self.rules.start_tokens), reading
+
+    @torch.no_grad()
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        wanted = set(inputs.logit_rows.tolist())
+        logits: list[torch.Tensor] = []
+        for index, sequence_id in enumerate(inputs.sequence_ids):
+            rows = slice(inputs.query_starts[index], inputs.query_starts[index + 1])
+            end = inputs.context_lens[index]
+            result = self._advance(sequence_id, inputs.ids_T[rows], end, inputs.source_lens[index])
+            if rows.stop - 1 in wanted:
+                assert result is not None
+                logits.append(result)
+        return torch.cat(logits) if logits else inputs.ids_T.new_empty((0, self.shape.vocab_size)).float()
+
+    def release(self, sequence_id: int) -> None:
+        self._readings.pop(sequence_id, None)
+
+    def _advance(self, sequence_id: int, ids_T: torch.Tensor, end: int, num_source: int) -> torch.Tensor | None:
+        """Positions up to `end` of one request; logits of the last where it is the decoder's."""
+        start = end - len(ids_T)
+        num_positions = self.num_passes * num_source
+        if start == 0:
+            self._readings[sequence_id] = self._new_reading(ids_T, num_source)
+        reading = self._readings[sequence_id]
+        if start < num_source:
+            num_ids = min(end, num_source) - start
+            reading.source.ids_BS[0, start : start + num_ids] = ids_T[:num_ids]
+        if start < num_positions:
+            self._read(reading, start, min(end, num_positions))
+        if end <= num_positions:
+            return None
+        answer_T = ids_T[max(0, num_positions - start) :]
+        assert reading.source.hidden_BSM is not None
+        logits_1V = self.decoder.logits(answer_T[None], reading.source.hidden_BSM, reading.cache)
+        return self.rules.apply(logits_1V, end - num_positions - len(self.rules.start_tokens))
+
+    def _new_reading(self, ids_T: torch.Tensor, num_source: int) -> _Reading:
+        source = SourceState(ids_BS=ids_T.new_zeros(1, num_source), is_padding_BS=None)
+        return _Reading(source=source, cross=CrossStates(num_tokens=num_source))
+
+    def _read(self, reading: _Reading, start: int, end: int) -> None:
+        source, encoder = reading.source, self.encoder
+        num_tokens = source.num_tokens
+        if encoder is None:
+            if end == num_tokens:
+                ones = torch.ones_like(source.ids_BS)
+                source.hidden_BSM = encoder_of(self.model)(source.ids_BS, attention_mask=ones).last_hidden_state
+                reading.cache = self.decoder.cache(reading.cross)
+            return
+        num_encoding = encoder.num_passes * num_tokens
+        if start < num_encoding:
+            encoder.read(source, start, min(end, num_encoding))
+        if end > num_encoding:
+            rows = slice(max(start, num_encoding) - num_encoding, end - num_encoding)
+            assert source.hidden_BSM is not None
+            self.decoder.add_keys(reading.cross, source.hidden_BSM[:, rows], rows.start)
+        if end == num_encoding + num_tokens:
+            reading.cache = self.decoder.cache(reading.cross)
+
+
+def tiled_encoder(model: Any) -> tuple[TiledEncoder | None, str]:
+    """The encoder that reads in tiles, once a short source shows that tiles change nothing; else why it is not."""
+    try:
+        plain = encoder_of(model)
+        encoder = TiledEncoder(plain)
+        difference = _difference(plain, encoder)
+    except UnsupportedModel as error:
+        return None, f"the source is read whole: {error}"
+    except Exception as error:  # a foreign forward may fail in any way when it is run in tiles
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return None, f"the source is read whole: its encoder cannot be run in tiles ({reason})"
+    limit = TOLERANCE[next(plain.parameters()).dtype]
+    if not difference <= limit:
+        return None, f"the source is read whole: tiles change the encoder's states by {difference:.1e}"
+    return encoder, ""
+
+
+@torch.no_grad()
+def _difference(plain: Any, encoder: TiledEncoder) -> float:
+    """The largest difference of states read whole and in tiles, as a part of their spread where that is above one."""
+    device = next(plain.parameters()).device
+    vocab_size = plain.get_input_embeddings().num_embeddings
+    num_tokens = min(CHECK_TOKENS, encoder.max_positions or CHECK_TOKENS)
+    ids = torch.randint(vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    whole = plain(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+    state = encoder.new_state(ids)
+    end = encoder.num_passes * num_tokens
+    for start in range(0, end, CHECK_TILE):
+        encoder.read(state, start, min(start + CHECK_TILE, end))
+    assert state.hidden_BSM is not None
+    difference = (state.hidden_BSM - whole).abs().max() / max(1.0, float(whole.float().std()))
+    return float(difference)
