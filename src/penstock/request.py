@@ -149,7 +149,9 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         """More than one token is still to be computed, or the prompt's logits are."""
-        return not self.prompt_is_complete or self.num_computed < max(self.num_prompt_tokens, len(self.tokens) - 1)
+        num_computed = self.num_computed
+        is_read = num_computed >= self.num_prompt_tokens and num_computed >= len(self.tokens) - 1
+        return not (is_read and self.prompt_is_complete)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ class _Draft:
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     claimed: set[bytes] = field(default_factory=set)  # hashes of the blocks that the step computes
+    num_streams: int = 0  # running sequences that have been read, whether or not they get a token
     num_decodes: int = 0
     num_prompt_tokens: int = 0
     token_contexts: int = 0
@@ -214,9 +215,10 @@ class Scheduler:
     def next_step(self) -> StepPlan | None:
         """The chunks of the next step, in flight from now on; None when nothing can run."""
         assert self._plan is None, "the last step was neither applied nor failed"
-        draft = _Draft()
-        decodes = [s for s in self.running.values() if not s.is_prefilling and not s.is_paused]
-        prompts = self._prompts_in_order()
+        streams, reading = self._split_running()
+        draft = _Draft(num_streams=len(streams))
+        decodes = [s for s in streams if not s.is_paused]
+        prompts = self._prompts_in_order(reading)
         policy = self.policy
         is_overdue = self._steps_without_decode >= policy.most_steps_without_decode
         if policy.decodes_beside_prompts or not prompts or is_overdue:
@@ -237,6 +239,7 @@ class Scheduler:
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
         plan = self._take_plan(result.step)
+        block_size = self.limits.block_size
         self._observe(plan, result.elapsed_s)
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -246,8 +249,10 @@ class Scheduler:
                 self._num_read += num_new
             sequence.num_computed = chunk.end
             sequence.num_in_flight = 0
-            self.holdings.remember(sequence)
-            self.holdings.commit_state(sequence, chunk)
+            if chunk.end // block_size > sequence.num_remembered:
+                self.holdings.remember(sequence)
+            if chunk.state is not None:
+                self.holdings.commit_state(sequence, chunk)
             if sequence.abort_reason is not None:
                 self._leave(sequence)
                 continue
@@ -284,20 +289,32 @@ class Scheduler:
             predicted_s=self.budget.predict(self._load),
             predicted_bytes=self.peak_estimate(
                 self._load.num_tokens,
-                max(self.sequences[chunk.sequence_id].request.num_slots(chunk.end) for chunk in chunks),
+                max(self._num_slots(chunk) for chunk in chunks),
                 self.resident_tokens,
             ),
             reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
         return self._plan
 
+    def _num_slots(self, chunk: Chunk) -> int:
+        if chunk.num_slots_before is None:
+            return chunk.end
+        return self.sequences[chunk.sequence_id].request.num_slots(chunk.end)
+
     # --- who is served ---
 
-    def _prompts_in_order(self) -> list[Sequence]:
+    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """(those that write, those that are still being read)."""
+        streams: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in self.running.values():
+            (reading if sequence.is_prefilling else streams).append(sequence)
+        return streams, reading
+
+    def _prompts_in_order(self, reading: list[Sequence]) -> list[Sequence]:
         """Prompts with tokens to compute: by priority, then shortest remaining, aged by what others were given."""
-        prompts = [s for s in self.running.values() if s.is_prefilling and not s.is_paused]
-        prompts += [s for s in self.waiting.values() if not s.is_paused]
-        ready = [s for s in prompts if s.num_computed < s.num_known]
+        prompts = (*reading, *self.waiting.values())
+        ready = [s for s in prompts if not s.is_paused and s.num_computed < s.num_known]
         return sorted(ready, key=self._rank) if len(ready) > 1 else ready
 
     def _rank(self, sequence: Sequence) -> tuple[int, float, int]:
@@ -348,7 +365,7 @@ class Scheduler:
 
     def _end_without_preemption(self, sequence: Sequence, draft: _Draft) -> int:
         """How far the blocks reach that nobody holds, less one for each running stream's next token."""
-        num_reserved = sum(not s.is_prefilling for s in self.running.values()) - draft.num_decodes
+        num_reserved = draft.num_streams - draft.num_decodes
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
         return sequence.request.num_reached(num_blocks * self.limits.block_size)
 
@@ -395,20 +412,21 @@ class Scheduler:
         return True
 
     def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        num_slots = sequence.request.num_slots(end)
+        request = sequence.request
+        num_slots = end if request.source is None else request.num_slots(end)
         is_held = len(sequence.block_ids) * self.limits.block_size >= num_slots
         if not is_held and not self._allocate(sequence, num_slots, draft):
             return
         sequence.num_in_flight = end - sequence.num_computed
         chunk = Chunk(
-            sequence_id=sequence.id,
+            sequence_id=request.id,
             start=start,
             end=end,
             wants_logits=sequence.prompt_is_complete and end == len(sequence.tokens),
             num_cached=sequence.num_cached,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
-            state=self.holdings.state_use(sequence, end),
-            num_slots_before=None if sequence.request.source is None else sequence.request.num_slots(start),
+            state=None if self.holdings.states is None else self.holdings.state_use(sequence, end),
+            num_slots_before=None if request.source is None else request.num_slots(start),
         )
         draft.add(chunk)
         if chunk.is_prompt:
