@@ -24,12 +24,13 @@ from penstock.engine.planning import (
 )
 from penstock.errors import InvalidSetting
 from penstock.lanes.graphs import SIZES, DecodeGraphs
-from penstock.lanes.lane import SEQ2SEQ_SOURCE, Lane, pick_lane
+from penstock.lanes.lane import GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, pick_lane
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles, resolve
+from penstock.models.generic_spec import GenericSpec
 from penstock.models.gguf import read_gguf
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.models.weights import open_weights
@@ -50,7 +51,7 @@ LARGEST_MMAP_THRESHOLD = 32 * 2**20
 class LoadedModel:
     name: str
     identity: str
-    spec: DecoderSpec | Seq2SeqSpec
+    spec: DecoderSpec | GenericSpec | Seq2SeqSpec
     lane: Lane
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -76,6 +77,10 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         from penstock.engine.seq2seq_loading import load_seq2seq
 
         return load_seq2seq(files, facts, config, device)
+    if facts.id == GENERIC_TEXT:
+        from penstock.engine.generic_loading import load_generic
+
+        return load_generic(files, facts, config, device)
     spec = decoder_spec(files.config)
     dtype = choose_dtype(config.dtype, files.config, device.type)
     parts = load_tokenizer(files)
@@ -98,7 +103,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         dtype=torch_dtype,
         device=device,
     )
-    attention = attention_backend(storage, config.block_size, spec)
+    attention = attention_backend(storage, config.block_size, spec.num_heads)
     graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
     states = state_storage(spec, memory, torch_dtype, device)
     return LoadedModel(
@@ -107,7 +112,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         spec=spec,
         lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states),
         tokenizer=tokenizer,
-        chat_template=_chat_template(parts),
+        chat_template=chat_template(parts),
         eos_ids=parts.eos_ids,
         memory=memory,
         budget_bytes=budget,
@@ -135,14 +140,14 @@ def state_storage(
     )
 
 
-def attention_backend(storage: KvStorage, block_size: int, spec: DecoderSpec) -> AttentionBackend:
+def attention_backend(storage: KvStorage, block_size: int, num_heads: int) -> AttentionBackend:
     if storage.device.type == "cpu":
         return CpuAttention(storage, block_size)
     try:
         from penstock.attention.cuda import CudaAttention
     except ImportError as error:
         raise InvalidSetting(f"A GPU needs Triton, which is missing ({error}); pip install triton.") from error
-    return CudaAttention(storage, block_size, num_heads=spec.num_heads)
+    return CudaAttention(storage, block_size, num_heads=num_heads)
 
 
 def decode_graphs(
@@ -192,7 +197,7 @@ def _libc_function(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
-def _chat_template(parts: TokenizerParts) -> ChatTemplate | None:
+def chat_template(parts: TokenizerParts) -> ChatTemplate | None:
     if parts.chat_template is None:
         return None
     return ChatTemplate(parts.chat_template, special_tokens=parts.special_tokens)

@@ -9,6 +9,7 @@ from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
 
 MB = 1e6
 LOGIT_BYTES = 4  # logits are sampled in float32
+NUM_TOKENS_WITHOUT_KV = 2**30  # a recurrent model's tokens cost nothing; another limit will hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class ModelShape:
     state_bytes: int = 0  # of one sequence, in all recurrent layers
     recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
+    copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
 
     @property
     def weight_bytes(self) -> int:
@@ -125,7 +127,10 @@ class MemoryModel:
         """Tokens whose KV fits the budget beside the smallest chunk that must still run; a whole number of blocks."""
         slots = self.num_running_states + self.num_checkpoints
         fixed = self.peak_bytes(chunk=chunk, context=chunk, resident_tokens=0, state_slots=slots) - self.kv_bytes(chunk)
-        num_tokens = max(0, budget_bytes - fixed) // self.shape.kv_bytes_per_token
+        free = max(0, budget_bytes - fixed)
+        # Besides its KV, a token of the context may be copied by the layer that attends to it.
+        per_token = self.shape.kv_bytes_per_token + self.shape.copied_bytes_per_token
+        num_tokens = free // per_token if per_token else NUM_TOKENS_WITHOUT_KV * (free > 0)
         return num_tokens // self.block_size * self.block_size
 
     def _linear_bytes(self, chunk: int) -> int:
@@ -144,6 +149,7 @@ class MemoryModel:
         shape = self.shape
         rows = min(chunk, self.tiling.query_rows)
         partial = 3 * rows * shape.num_heads * (shape.head_size * 4 + 8)
+        partial += shape.copied_bytes_per_token * context
         if shape.attends_through_scores:
             keys = min(context, self.tiling.key_rows)
             return partial + rows * shape.num_heads * keys * (2 * 4 + shape.dtype_bytes)

@@ -37,14 +37,16 @@ def plan_prompt(
     max_context: int,
     *,
     is_source: bool = False,
+    is_whole: bool = False,
 ) -> PromptPlan:
     """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows.
 
     A source that an encoder reads is all there from its first chunk on; its chunks are those of one pass.
+    `is_whole`: the lane does not read this model in chunks, so what does not fit whole does not fit.
     """
-    upper = chunk_upper_bound(config, prompt_tokens)
+    upper = prompt_tokens if is_whole else chunk_upper_bound(config, prompt_tokens)
     has_state = memory.shape.state_bytes > 0
-    stops = Stops(end=prompt_tokens, boundary=memory.block_size if has_state else 1)
+    stops = Stops(end=prompt_tokens, boundary=memory.block_size if memory.num_checkpoints else 1)
     overlap = 0 if has_state else config.overlap
     sizes: list[int] = []
     lowered: list[int] = []  # by the memory budget
@@ -54,8 +56,8 @@ def plan_prompt(
         wanted = min(upper, prompt_tokens - start)
         context = prompt_tokens if is_source else start
         allowed = memory.largest_chunk(start=context, budget_bytes=budget_bytes, upper=wanted)
-        fits = fits and allowed > 0
-        chunk = chunk_end(start, allowed or wanted, stops).position - start
+        fits = fits and (allowed == wanted if is_whole else allowed > 0)
+        chunk = chunk_end(start, wanted if is_whole else allowed or wanted, stops).position - start
         sizes.append(chunk)
         if 0 < allowed < wanted:
             lowered.append(chunk)

@@ -11,7 +11,7 @@ from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
-from penstock.plan.chunks import Stops, chunk_end
+from penstock.plan.chunks import Span, Stops, chunk_end
 from penstock.request import Chunk, FinishReason, Request, Sequence, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
 from penstock.schedule.holdings import Holdings
@@ -31,6 +31,7 @@ class Limits:
     priority: PrefillPriority = PrefillPriority.INTERLEAVED
     max_waiting: int | None = None  # requests in the queue; None: no limit
     max_waiting_tokens: int | None = None
+    reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +135,8 @@ class Scheduler:
     @property
     def _boundary(self) -> int:
         """Chunks of models with recurrent state prefer to end with a block, where the state can be saved."""
-        return 1 if self.holdings.states is None else self.limits.block_size
+        states = self.holdings.states
+        return 1 if states is None or not states.num_checkpoints else self.limits.block_size
 
     @property
     def resident_tokens(self) -> int:
@@ -315,6 +317,8 @@ class Scheduler:
         """Prompts with tokens to compute: by priority, then shortest remaining, aged by what others were given."""
         prompts = (*reading, *self.waiting.values())
         ready = [s for s in prompts if not s.is_paused and s.num_computed < s.num_known]
+        if self.limits.reads_whole:
+            ready = [s for s in ready if s.prompt_is_complete]
         return sorted(ready, key=self._rank) if len(ready) > 1 else ready
 
     def _rank(self, sequence: Sequence) -> tuple[int, float, int]:
@@ -347,10 +351,15 @@ class Scheduler:
             start = self.holdings.overlapped_start(sequence, self.limits.overlap)
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
             num_tokens = max(num_tokens, sequence.num_computed - start + 1)
-            end = chunk_end(start, num_tokens, Stops(end=sequence.num_known, boundary=self._boundary)).position
+            end = chunk_end(start, num_tokens, self._stops(sequence)).position
             end = min(end, self._end_without_preemption(sequence, draft))
-            if end > sequence.num_computed:
+            is_cut = self.limits.reads_whole and end < sequence.num_known
+            if end > sequence.num_computed and not is_cut:
                 self._schedule(sequence, start, end, draft)
+
+    def _stops(self, sequence: Sequence) -> Stops:
+        whole = (Span(start=0, end=sequence.num_known),) if self.limits.reads_whole else ()
+        return Stops(end=sequence.num_known, boundary=self._boundary, atomic=whole)
 
     def _schedule_oldest(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""
@@ -361,6 +370,8 @@ class Scheduler:
                 return
         self.holdings.take_hits(oldest)
         end = min(oldest.num_known, oldest.num_computed + self.limits.block_size)
+        if self.limits.reads_whole:
+            end = oldest.num_known
         self._schedule(oldest, oldest.num_computed, end, draft)
 
     def _end_without_preemption(self, sequence: Sequence, draft: _Draft) -> int:
