@@ -65,7 +65,7 @@ def _from_gguf(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dt
 
     source = open_weights(files)
     with no_init_weights():
-        model = model_class(config).to(dtype)
+        model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
     for name, parameter in model.named_parameters():
         source.copy_into(parameter, name)
