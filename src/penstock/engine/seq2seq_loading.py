@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock.config import EngineConfig
+from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
 from penstock.engine.loading import LoadedModel, gpu_memory, load_tokenizer
 from penstock.engine.planning import TILINGS, choose_dtype, context_limit, require_room
 from penstock.errors import InvalidModelFile, UnsupportedModel
@@ -31,7 +31,7 @@ def load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, devi
     memory = MemoryModel(
         shape=seq2seq_shape(spec, DTYPE_BYTES[dtype]),
         tiling=TILINGS[device.type],
-        runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes(),
+        runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE,
         block_size=config.block_size,
     )
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())

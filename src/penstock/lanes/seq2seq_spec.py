@@ -56,6 +56,7 @@ class Seq2SeqSpec:
     decoder: StackSpec
     max_positions: int | None  # of the source, and again of the answer; None: any
     num_token_tables: int  # embeddings of source and answer and the head, less what they share
+    has_position_tables: bool
     attention_softcap: float | None
     depends_on_prompt_length: bool = False
 
@@ -70,10 +71,11 @@ class Seq2SeqSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Matrices; norms, biases and position tables are less than a hundredth of them."""
+        """Matrices and tables; norms and biases are less than a hundredth of them."""
         encoder = self.encoder.num_attention_parameters + self.encoder.num_mlp_parameters
         decoder = 2 * self.decoder.num_attention_parameters + self.decoder.num_mlp_parameters
-        embeddings = self.vocab_size * self.encoder.hidden_size * self.num_token_tables
+        num_positions = 2 * (self.max_positions or 0) if self.has_position_tables else 0
+        embeddings = (self.vocab_size * self.num_token_tables + num_positions) * self.encoder.hidden_size
         return self.encoder.num_layers * encoder + self.decoder.num_layers * decoder + embeddings
 
     def rotary_variant(self, num_tokens: int) -> str:
@@ -90,6 +92,7 @@ def seq2seq_spec(config: Mapping[str, Any]) -> Seq2SeqSpec:
         decoder=_stack(decoder_part, "decoder", decoder_layers),
         max_positions=encoder_part.get("max_position_embeddings"),
         num_token_tables=1 + (encoder_part is not config) + (config.get("tie_word_embeddings") is False),
+        has_position_tables="rope_parameters" not in encoder_part and "rope_theta" not in encoder_part,
         attention_softcap=encoder_part.get("attn_logit_softcapping"),
     )
 
