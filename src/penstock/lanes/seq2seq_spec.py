@@ -66,8 +66,8 @@ class Seq2SeqSpec:
         return PASSES_PER_LAYER * self.encoder.num_layers + CROSS_PASSES
 
     @property
-    def max_context(self) -> int:
-        return UNLIMITED if self.max_positions is None else 2 * self.max_positions
+    def max_source(self) -> int:
+        return self.max_positions or UNLIMITED
 
     @property
     def num_parameters(self) -> int:
@@ -116,7 +116,7 @@ def seq2seq_shape(spec: Seq2SeqSpec, dtype_bytes: int, num_parameters: int | Non
         num_parameters=spec.num_parameters if num_parameters is None else num_parameters,
         largest_matrix=encoder.hidden_size * max(encoder.intermediate_size, encoder.num_heads * encoder.head_size),
         dtype_bytes=dtype_bytes,
-        max_context=spec.max_context,
+        max_context=spec.max_source,
         attends_through_scores=spec.attention_softcap is not None,
         state_bytes_per_token=held_bytes - cross_bytes,
     )

@@ -44,7 +44,9 @@ def plan_prompt(
     upper = chunk_upper_bound(config, prompt_tokens)
     sizes: list[int] = []
     peak, start = 0, 0
-    fits = prompt_tokens < max_context  # one more token is the answer's
+    # One more token is the answer's, which has positions of its own beside a source.
+    has_positions = prompt_tokens <= max_context if is_source else prompt_tokens < max_context
+    fits = has_positions
     while start < prompt_tokens:
         wanted = min(upper, prompt_tokens - start)
         context = prompt_tokens if is_source else start
@@ -56,7 +58,10 @@ def plan_prompt(
         context = prompt_tokens if is_source else min(start + config.overlap, prompt_tokens)
         peak = max(peak, memory.peak_bytes(chunk=chunk, context=context))
     chunk_size = max(sizes, default=0)
-    adjustments = _adjustments(config, sizes, prompt_tokens, max_context, budget_bytes)
+    adjustments = _adjustments(config, sizes, prompt_tokens, budget_bytes)
+    if not has_positions:
+        lack = "are past" if is_source else "leave no room for an answer in"
+        adjustments.append(f"{prompt_tokens} tokens {lack} the context of {max_context}")
     return PromptPlan(
         prompt_tokens=prompt_tokens,
         chunk_size=chunk_size,
@@ -81,9 +86,7 @@ def chunk_upper_bound(config: EngineConfig, prompt_tokens: int) -> int:
     return config.chunk_size or config.max_chunk_size
 
 
-def _adjustments(
-    config: EngineConfig, sizes: list[int], prompt_tokens: int, max_context: int, budget_bytes: int
-) -> list[str]:
+def _adjustments(config: EngineConfig, sizes: list[int], prompt_tokens: int, budget_bytes: int) -> list[str]:
     found: list[str] = []
     asked = config.chunk_size
     shrunk = bool(sizes) and asked is not None and max(sizes) < min(asked or prompt_tokens, prompt_tokens)
@@ -96,6 +99,4 @@ def _adjustments(
         if config.strict:
             raise InvalidSetting(f"--strict: {message}. Raise --memory or lower --chunk-size.")
         found.append(message)
-    if prompt_tokens >= max_context:
-        found.append(f"{prompt_tokens} tokens leave no room for an answer in the context of {max_context}")
     return found
