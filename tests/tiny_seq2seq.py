@@ -98,6 +98,8 @@ def randomized(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3))
+            if name.endswith(".q.weight"):
+                parameter.mul_(_T5["d_kv"] ** -0.5)  # T5 does not scale its scores: its weights hold the scale
     return model.to(dtype)
 
 

@@ -170,13 +170,14 @@ class Engine:
     def plan(self, prompt_tokens: int) -> PromptPlan:
         """What a prompt of that length would cost in this engine."""
         model = self.model
+        source, capacity = model.source, self.scheduler.capacity
         plan = plan_prompt(
             model.memory,
             prompt_tokens,
             self.config,
             model.budget_bytes,
-            self.scheduler.capacity,
-            is_source=model.source is not None,
+            capacity if source is None else min(capacity, source.max_source),
+            is_source=source is not None,
             is_whole=self.lane.reads_whole,
         )
         return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))

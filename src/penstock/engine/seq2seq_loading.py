@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from penstock.config import EngineConfig
+from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
 from penstock.engine.loading import LoadedModel, gpu_memory, load_tokenizer
 from penstock.engine.planning import TILINGS, choose_dtype, context_limit, require_room
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.lanes.lane import DTYPE_BYTES, LaneFacts
 from penstock.lanes.seq2seq import Seq2SeqLane
-from penstock.lanes.seq2seq_spec import UNLIMITED, seq2seq_shape, seq2seq_spec
+from penstock.lanes.seq2seq_spec import seq2seq_shape, seq2seq_spec
 from penstock.models.files import ModelFiles
 from penstock.plan.machine import default_memory_budget, resident_bytes
 from penstock.plan.memory import MemoryModel
@@ -31,11 +31,11 @@ def load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, devi
     memory = MemoryModel(
         shape=seq2seq_shape(spec, DTYPE_BYTES[dtype]),
         tiling=TILINGS[device.type],
-        runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes(),
+        runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE,
         block_size=config.block_size,
     )
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
-    max_source, warnings = context_limit(config, spec.max_positions or UNLIMITED)
+    max_source, warnings = context_limit(config, spec.max_source)
     num_tokens = min(require_room(memory, config, budget, device.type), 2 * max_source * config.max_running)
     model = _weights(model_class, files, getattr(torch, dtype), has_softcap=spec.attention_softcap is not None)
     model = model.to(device)

@@ -18,7 +18,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.errors import InvalidModelFile, PromptTooLong, UnsupportedModel
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.source_decoder import CrossStates, SourceDecoder
-from penstock.lanes.source_encoder import SourceState, TiledEncoder, encoder_of
+from penstock.lanes.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
 from penstock.plan.memory import ModelShape
 from penstock.request import SourceReading
 
@@ -88,7 +88,7 @@ class _Reading:
 
 
 class Seq2SeqLane:
-    def __init__(self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int | None) -> None:
+    def __init__(self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int) -> None:
         self.model = model
         self.shape = shape
         self.decoder = SourceDecoder(model)
@@ -96,7 +96,8 @@ class Seq2SeqLane:
         self.encoder: TiledEncoder | None
         self.encoder, why_not = tiled_encoder(model)
         self.facts = facts if self.encoder is not None else facts.reading_whole(why_not)
-        self.max_source = max_source
+        self.num_positions = position_limit(encoder_of(model))
+        self.max_source = max_source if self.num_positions is None else min(max_source, self.num_positions)
         self._readings: dict[int, _Reading] = {}
 
     @property
@@ -105,12 +106,12 @@ class Seq2SeqLane:
         return 1 if self.encoder is None else self.encoder.num_passes + 1
 
     def refuse_too_long(self, num_tokens: int) -> None:
-        table = None if self.encoder is None else self.encoder.max_positions
-        if table is not None and num_tokens > table:
+        if self.num_positions is not None and num_tokens > self.num_positions:
             raise PromptTooLong(
-                f"The source has {num_tokens} tokens or more; the model has positions for {table}. Shorten the source."
+                f"The source has {num_tokens} tokens or more; the model has positions for {self.num_positions}. "
+                "Shorten the source."
             )
-        if self.max_source is not None and num_tokens > self.max_source:
+        if num_tokens > self.max_source:
             raise PromptTooLong(
                 f"The source has {num_tokens} tokens or more; the model was trained for {self.max_source}. Shorten "
                 "it or, to go past that, raise --context."

@@ -56,6 +56,7 @@ class Seq2SeqSpec:
     decoder: StackSpec
     max_positions: int | None  # of the source, and again of the answer; None: any
     num_token_tables: int  # embeddings of source and answer and the head, less what they share
+    has_position_tables: bool
     attention_softcap: float | None
     depends_on_prompt_length: bool = False
 
@@ -65,15 +66,16 @@ class Seq2SeqSpec:
         return PASSES_PER_LAYER * self.encoder.num_layers + CROSS_PASSES
 
     @property
-    def max_context(self) -> int:
-        return UNLIMITED if self.max_positions is None else 2 * self.max_positions
+    def max_source(self) -> int:
+        return self.max_positions or UNLIMITED
 
     @property
     def num_parameters(self) -> int:
-        """Matrices; norms, biases and position tables are less than a hundredth of them."""
+        """Matrices and tables; norms and biases are less than a hundredth of them."""
         encoder = self.encoder.num_attention_parameters + self.encoder.num_mlp_parameters
         decoder = 2 * self.decoder.num_attention_parameters + self.decoder.num_mlp_parameters
-        embeddings = self.vocab_size * self.encoder.hidden_size * self.num_token_tables
+        num_positions = 2 * (self.max_positions or 0) if self.has_position_tables else 0
+        embeddings = (self.vocab_size * self.num_token_tables + num_positions) * self.encoder.hidden_size
         return self.encoder.num_layers * encoder + self.decoder.num_layers * decoder + embeddings
 
     def rotary_variant(self, num_tokens: int) -> str:
@@ -90,6 +92,7 @@ def seq2seq_spec(config: Mapping[str, Any]) -> Seq2SeqSpec:
         decoder=_stack(decoder_part, "decoder", decoder_layers),
         max_positions=encoder_part.get("max_position_embeddings"),
         num_token_tables=1 + (encoder_part is not config) + (config.get("tie_word_embeddings") is False),
+        has_position_tables="rope_parameters" not in encoder_part and "rope_theta" not in encoder_part,
         attention_softcap=encoder_part.get("attn_logit_softcapping"),
     )
 
@@ -113,7 +116,7 @@ def seq2seq_shape(spec: Seq2SeqSpec, dtype_bytes: int, num_parameters: int | Non
         num_parameters=spec.num_parameters if num_parameters is None else num_parameters,
         largest_matrix=encoder.hidden_size * max(encoder.intermediate_size, encoder.num_heads * encoder.head_size),
         dtype_bytes=dtype_bytes,
-        max_context=spec.max_context,
+        max_context=spec.max_source,
         attends_through_scores=spec.attention_softcap is not None,
         state_bytes_per_token=held_bytes - cross_bytes,
     )

@@ -51,7 +51,9 @@ def plan_prompt(
     sizes: list[int] = []
     lowered: list[int] = []  # by the memory budget
     peak, start = 0, 0
-    fits = prompt_tokens < max_context  # one more token is the answer's
+    # One more token is the answer's, which has positions of its own beside a source.
+    has_positions = prompt_tokens <= max_context if is_source else prompt_tokens < max_context
+    fits = has_positions
     while start < prompt_tokens:
         wanted = min(upper, prompt_tokens - start)
         context = prompt_tokens if is_source else start
@@ -65,7 +67,10 @@ def plan_prompt(
         context = prompt_tokens if is_source else min(start + overlap, prompt_tokens)
         peak = max(peak, memory.peak_bytes(chunk=chunk, context=context))
     chunk_size = max(sizes, default=0)
-    adjustments = _adjustments(config, stops, lowered, sizes, max_context, budget_bytes)
+    adjustments = _adjustments(config, stops, lowered, sizes, budget_bytes)
+    if not has_positions:
+        lack = "are past" if is_source else "leave no room for an answer in"
+        adjustments.append(f"{prompt_tokens} tokens {lack} the context of {max_context}")
     return PromptPlan(
         prompt_tokens=prompt_tokens,
         chunk_size=chunk_size,
@@ -91,7 +96,7 @@ def chunk_upper_bound(config: EngineConfig, prompt_tokens: int) -> int:
 
 
 def _adjustments(
-    config: EngineConfig, stops: Stops, lowered: list[int], sizes: list[int], max_context: int, budget_bytes: int
+    config: EngineConfig, stops: Stops, lowered: list[int], sizes: list[int], budget_bytes: int
 ) -> list[str]:
     found: list[str] = []
     asked, boundary = config.chunk_size, stops.boundary
@@ -108,8 +113,6 @@ def _adjustments(
     if config.overlap and boundary > 1:
         found.append(f"overlap {config.overlap} is 0: recurrent state cannot go back over tokens")
         _refuse_if_strict(config, found[-1], "Leave --overlap out.")
-    if stops.end >= max_context:
-        found.append(f"{stops.end} tokens leave no room for an answer in the context of {max_context}")
     return found
 
 
