@@ -10,10 +10,12 @@ import torch
 
 from penstock.config import EngineConfig, parse_bytes
 from penstock.errors import InvalidSetting, PenstockError, UnsupportedModel
+from penstock.lanes.attached_media import AttachedImages, media_prompt
 from penstock.lanes.attached_prompt import Limits, OnProgress, PromptReading, Reading
 from penstock.lanes.chunk_check import CHUNK_SIZES, chunk_check
-from penstock.lanes.forward_call import TextCall, num_tokens, read_in_chunks
-from penstock.lanes.forward_memory import forward_memory
+from penstock.lanes.forward_call import ForwardPrompt, TextCall, num_tokens, read_in_chunks
+from penstock.lanes.forward_memory import forward_memory, held_bytes
+from penstock.lanes.media import MediaModel, media_model
 
 DEFAULT_CHUNK_SIZE = 512
 PADDING_TRIED = 5  # tokens of padding in the check of padded prompts
@@ -82,6 +84,8 @@ class Attachment:
         self._takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._own = {name: vars(model).get(name) for name in WRAPPED}  # None: the class's
         self._generate, self._forward = model.generate, model.forward
+        self.media: MediaModel | None = media_model(model)  # None: it takes text alone
+        self._images: AttachedImages | None = None  # of the generate call that runs now
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +114,13 @@ class Attachment:
         self._depth += 1
         self._num_prompt_tokens = 0
         self._wants_last_row_only = not _checks_candidates(self.model, kwargs)
+        if self.media is not None and self._wants_last_row_only:
+            self._images, kwargs = AttachedImages.taken_from(self.media, args, kwargs)
         try:
             return self._generate(*args, **kwargs)
         finally:
             self._depth -= 1
+            self._images = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inside `generate`, a call over more tokens than a chunk is read in chunks; all others are the model's."""
@@ -121,11 +128,12 @@ class Attachment:
         if self._depth == 0 or args or num_tokens(kwargs) <= 1 or is_candidates:
             return self._forward(*args, **kwargs)
         self._num_prompt_tokens = num_tokens(kwargs)
-        if num_tokens(kwargs) <= self.limits.chunk_size and self.limits.budget_bytes is None:
+        is_short = num_tokens(kwargs) <= self.limits.chunk_size and self.limits.budget_bytes is None
+        if is_short and self._images is None:
             self.reading = Reading.whole(num_tokens(kwargs), "the prompt fits one chunk")
             return self._forward(**kwargs)
         read = PromptReading(
-            TextCall.of(kwargs), kwargs, self.limits, request_id=self._num_generates, on_progress=self.on_progress
+            self._prompt(kwargs), kwargs, self.limits, request_id=self._num_generates, on_progress=self.on_progress
         )
         _refuse_outputs_of_all_tokens(kwargs)
         self._require_exact_padding(kwargs.get("attention_mask"))
@@ -141,6 +149,13 @@ class Attachment:
         )
         self.reading = read.reading()
         return output
+
+    def _prompt(self, inputs: Mapping[str, Any]) -> ForwardPrompt:
+        if self.media is None:
+            return TextCall.of(inputs)
+        budget = self.limits.budget_bytes
+        free = None if budget is None else max(1, budget - held_bytes(self.limits.device))
+        return media_prompt(self.media, inputs, self._images, free_bytes=free)
 
     def _require_exact_padding(self, mask: Any) -> None:
         """Checked when the first padded prompt comes, because most prompts are not padded."""

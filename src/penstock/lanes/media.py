@@ -17,10 +17,12 @@ from penstock.lanes.forward_call import CACHE_NAMES, TextCall
 from penstock.lanes.media_features import (
     DEFAULT_ENCODER_BYTES,
     PIXELS,
+    TENSORS,
     FeatureCache,
     Features,
     Tower,
     encode_media,
+    given_features,
 )
 from penstock.plan.chunks import Span, merge_spans
 
@@ -76,33 +78,54 @@ def media_model(model: Any) -> MediaModel | None:
 class MediaPrompt:
     """The processor's output for one prompt (or a batch), ready to be read [start, end) by [start, end)."""
 
-    def __init__(self, media: MediaModel, inputs: Mapping[str, Any], features: Features | None) -> None:
+    def __init__(
+        self, media: MediaModel, inputs: Mapping[str, Any], features: Features | None, *, num_copies: int = 1
+    ) -> None:
+        """`num_copies`: consecutive rows of the batch that share their images, as the beams of a search do."""
         self.media = media
         self.features = features
         self.input_ids = torch.as_tensor(inputs["input_ids"])
         self.num_tokens = self.input_ids.shape[1]
         self._is_medium_BT = self.input_ids == media.image_token_id
-        self._require_as_many_rows()
-        self._row_BT = (self._is_medium_BT.flatten().cumsum(0) - 1).view_as(self.input_ids)
+        self._row_BT = _feature_rows(self._is_medium_BT, num_copies)
+        self._require_as_many_rows(num_copies)
         types = _token_types(media, inputs, self._is_medium_BT)
         self.atomic = _atomic_spans(media.sight, types.get(media.type_names[0]) if media.type_names else None)
         self.position_ids, self.rope_deltas = _positions(media, inputs, self.input_ids)
         self._types = types
         self._num_past = _num_past(inputs, self.num_tokens)
-        dropped = {*CACHE_NAMES, *TYPE_NAMES, *media.tower.takes, "input_ids", "mm_encoder_outputs", "labels"}
+        dropped = {
+            *CACHE_NAMES,
+            *TYPE_NAMES,
+            *media.tower.takes,
+            *media.tower.settings,
+            "input_ids",
+            "mm_encoder_outputs",
+            "labels",
+        }
         rest = {name: value for name, value in inputs.items() if name not in dropped}
         self._rest = TextCall(inputs=rest | {"position_ids": self.position_ids}, num_tokens=self.num_tokens)
         self._deepstack: dict[str, Any] | None = None  # of the chunk that runs now
 
     @classmethod
     def of(
-        cls, media: MediaModel, inputs: Mapping[str, Any], *, encoder_bytes: int = DEFAULT_ENCODER_BYTES
+        cls,
+        media: MediaModel,
+        inputs: Mapping[str, Any],
+        *,
+        encoder_bytes: int = DEFAULT_ENCODER_BYTES,
+        num_copies: int = 1,
     ) -> MediaPrompt:
-        """From what the processor returned; its images are encoded here, once."""
+        """From what the processor returned; its images are encoded here, once, unless they come encoded."""
         _refuse_other_media(inputs)
-        with torch.no_grad():
-            features = encode_media(media.tower, inputs, media.features, encoder_bytes) if _has_images(inputs) else None
-        return cls(media, inputs, features)
+        encoded = inputs.get("mm_encoder_outputs") or {}
+        features = None
+        if encoded.get("image") is not None:
+            features = given_features(encoded["image"])
+        elif inputs.get(PIXELS) is not None:
+            with torch.no_grad():
+                features = encode_media(media.tower, inputs, media.features, encoder_bytes)
+        return cls(media, inputs, features, num_copies=num_copies)
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
         is_medium_BT = self._is_medium_BT[:, start:end]
@@ -160,8 +183,8 @@ class MediaPrompt:
         finally:
             handle.remove()
 
-    def _require_as_many_rows(self) -> None:
-        placeholders = int(self._is_medium_BT.sum())
+    def _require_as_many_rows(self, num_copies: int) -> None:
+        placeholders = int(self._is_medium_BT.sum()) // num_copies
         rows = self.features.num_rows if self.features is not None else 0
         if placeholders != rows:
             what = "more images than placeholders" if rows > placeholders else "more placeholders than images"
@@ -171,8 +194,15 @@ class MediaPrompt:
             )
 
 
+def _feature_rows(is_medium_BT: torch.Tensor, num_copies: int) -> torch.Tensor:
+    """Which feature row each placeholder takes; copies of a prompt take the same ones."""
+    own_BT = is_medium_BT[::num_copies]
+    rows_BT = (own_BT.flatten().cumsum(0) - 1).view_as(own_BT)
+    return rows_BT.repeat_interleave(num_copies, dim=0)
+
+
 def _tower(model: Any, base: Any, vision: Any) -> Tower:
-    takes = frozenset(inspect.signature(base.get_image_features).parameters) - {"kwargs", "self"}
+    parameters = frozenset(inspect.signature(base.get_image_features).parameters) - {"kwargs", "self"}
     hidden = getattr(vision, "hidden_size", None) or getattr(vision, "embed_dim", 1024)
     layers = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", 24)
     heads = getattr(vision, "num_attention_heads", None) or getattr(vision, "num_heads", 16)
@@ -182,7 +212,8 @@ def _tower(model: Any, base: Any, vision: Any) -> Tower:
     is_eager = getattr(vision, "_attn_implementation", None) == "eager"
     return Tower(
         encode=base.get_image_features,
-        takes=takes,
+        takes=parameters & TENSORS,
+        settings=parameters - TENSORS,
         patch_size=patch[0] if isinstance(patch, (list, tuple)) else patch,
         bytes_per_patch=(hidden * (layers + 8) + 2 * inner) * size,  # some models keep the states of every layer
         bytes_per_patch_squared=heads * (4 + 2 * size) if is_eager else 1 + size,
@@ -278,11 +309,8 @@ def _num_past(inputs: Mapping[str, Any], num_tokens: int) -> int:
     return int(cache.get_seq_length()) if cache is not None else 0
 
 
-def _has_images(inputs: Mapping[str, Any]) -> bool:
-    return inputs.get(PIXELS) is not None
-
-
 def _refuse_other_media(inputs: Mapping[str, Any]) -> None:
+    encoded = inputs.get("mm_encoder_outputs") or {}
     for name in OTHER_MEDIA:
-        if inputs.get(name) is not None:
+        if inputs.get(name) is not None or (name in OTHER_MEDIA[:1] and encoded.get("video") is not None):
             raise InvalidMedia(f"The prompt has {name}; only images are read in chunks. Leave the video or sound out.")

@@ -17,6 +17,8 @@ from penstock.errors import InvalidMedia, UnsupportedModel
 DEFAULT_ENCODER_BYTES = 256 * 2**20  # working memory of one call of the tower, where no budget is given
 DEFAULT_KEPT_BYTES = 256 * 2**20  # features that stay for the next prompt with the same media
 PIXELS = "pixel_values"
+# What processors return for images besides pixels, by the names that towers take them under.
+TENSORS = frozenset({PIXELS, "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +57,11 @@ class Medium:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
-    """How a model encodes images. `takes`: the processor's outputs that its `get_image_features` has as parameters."""
+    """How a model encodes images: its `get_image_features`, and which tensors and other settings that takes."""
 
     encode: Any
     takes: frozenset[str]
+    settings: frozenset[str]
     patch_size: int
     bytes_per_patch: int
     bytes_per_patch_squared: int
@@ -95,13 +98,20 @@ def encode_media(
 ) -> Features:
     """The rows of all media of a prompt, in order; equal media are encoded once."""
     media = split_media(tower, inputs)
+    settings = {name: inputs[name] for name in tower.settings if inputs.get(name) is not None}
     known = {medium.key: found for medium in media if (found := cache.get(medium.key)) is not None}
     missing = {medium.key: medium for medium in media if medium.key not in known}
     for batch in batches(tower, list(missing.values()), budget_bytes):
-        for medium, features in zip(batch, _encode(tower, batch), strict=True):
+        for medium, features in zip(batch, _encode(tower, batch, settings), strict=True):
             known[medium.key] = features
             cache.put(medium.key, features)
     return Features.joined([known[medium.key] for medium in media])
+
+
+def given_features(output: Any) -> Features:
+    """What a caller encoded before, as the tower returned it."""
+    layers = getattr(output, "deepstack_features", None) or ()
+    return Features(rows_ND=_flat(output.pooler_output), deepstack_LND=tuple(_flat(layer) for layer in layers))
 
 
 def batches(tower: Tower, media: Sequence[Medium], budget_bytes: int) -> Iterator[list[Medium]]:
@@ -128,7 +138,8 @@ def split_media(tower: Tower, inputs: Mapping[str, Any]) -> list[Medium]:
         parts = _by_tile(given)
     else:
         parts = _by_row(given)
-    return [_medium(tower, part, is_alone) for part, is_alone in parts]
+    settings = [f"{name}={inputs[name]}" for name in sorted(tower.settings) if inputs.get(name) is not None]
+    return [_medium(tower, part, is_alone, " ".join(settings)) for part, is_alone in parts]
 
 
 def _by_grid(given: dict[str, torch.Tensor]) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
@@ -156,8 +167,8 @@ def _by_row(given: dict[str, torch.Tensor]) -> Iterator[tuple[dict[str, torch.Te
         yield {name: tensor[index : index + 1] for name, tensor in given.items()}, alone[index]
 
 
-def _medium(tower: Tower, inputs: dict[str, torch.Tensor], is_alone: bool) -> Medium:
-    digest = hashlib.blake2b(digest_size=16)
+def _medium(tower: Tower, inputs: dict[str, torch.Tensor], is_alone: bool, settings: str) -> Medium:
+    digest = hashlib.blake2b(settings.encode(), digest_size=16)
     for name in sorted(inputs):
         tensor = inputs[name].detach().cpu().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {is_alone}".encode())
@@ -173,13 +184,13 @@ def _can_share(one: Medium, other: Medium) -> bool:
     return one.is_alone == other.is_alone and one.inputs[PIXELS].shape[1:] == other.inputs[PIXELS].shape[1:]
 
 
-def _encode(tower: Tower, media: Sequence[Medium]) -> list[Features]:
+def _encode(tower: Tower, media: Sequence[Medium], settings: Mapping[str, Any]) -> list[Features]:
     joined = {name: torch.cat([medium.inputs[name] for medium in media]) for name in media[0].inputs}
     if "batch_num_images" in tower.takes and not media[0].is_alone:
         joined["batch_num_images"] = torch.tensor([max(2, len(media))])  # not 1: none of them is alone
     if joined[PIXELS].ndim == 4 and "pixel_attention_mask" in tower.takes:
         joined = {name: tensor[None] for name, tensor in joined.items()}
-    output = tower.encode(**joined, return_dict=True)
+    output = tower.encode(**joined, **settings, return_dict=True)
     rows = _per_medium(output.pooler_output, len(media))
     layers = [_per_medium(layer, len(media)) for layer in getattr(output, "deepstack_features", None) or ()]
     return [
@@ -190,13 +201,16 @@ def _encode(tower: Tower, media: Sequence[Medium]) -> list[Features]:
 
 def _per_medium(features: Any, num_media: int) -> list[torch.Tensor]:
     """A tensor of all media, a list with one for each, or a list with one for the whole call."""
-    if isinstance(features, (list, tuple)):
-        if len(features) == num_media:
-            return [one.flatten(0, -2) for one in features]
-        features = torch.cat([one.flatten(0, -2) for one in features])
-    rows_ND = features.flatten(0, -2)
+    if isinstance(features, (list, tuple)) and len(features) == num_media:
+        return [one.flatten(0, -2) for one in features]
+    rows_ND = _flat(features)
     if rows_ND.shape[0] % num_media:
         raise UnsupportedModel(
             f"The tower gave {rows_ND.shape[0]} rows for {num_media} images, which cannot be told apart."
         )
     return list(rows_ND.chunk(num_media))
+
+
+def _flat(features: Any) -> torch.Tensor:
+    parts = features if isinstance(features, (list, tuple)) else [features]
+    return torch.cat([part.flatten(0, -2) for part in parts])
