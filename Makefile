@@ -39,6 +39,7 @@ evidence: setup
 	$(BIN)/python -m pytest -m evidence
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/reading_speed.py
+	$(BIN)/python scripts/lane_table.py
 
 clean:
 	rm -rf $(VENV) dist site
