@@ -40,6 +40,7 @@ evidence: setup
 	$(BIN)/python scripts/memory_table.py
 	$(BIN)/python scripts/reading_speed.py
 	$(BIN)/python scripts/seq2seq_table.py
+	$(BIN)/python scripts/lane_table.py
 
 clean:
 	rm -rf $(VENV) dist site

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.engine.planning import plan
     from penstock.errors import PenstockError
     from penstock.lanes.attach import attach, detach
+    from penstock.lanes.selfcheck import selfcheck
+    from penstock.lanes.verdicts import Verdict
     from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, create_prefill_chunks
     from penstock.plan.memory import MemoryModel, ModelShape, PrefillMemoryEstimate, peak_memory_estimate
     from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
@@ -40,11 +42,13 @@ _HOME = {
     "SamplingParams": "request",
     "StartDecode": "schedule.prefill",
     "Token": "request",
+    "Verdict": "lanes.verdicts",
     "YieldToDecode": "schedule.prefill",
     "attach": "lanes.attach",
     "create_prefill_chunks": "plan.chunks",
     "detach": "lanes.attach",
     "peak_memory_estimate": "plan.memory",
+    "selfcheck": "lanes.selfcheck",
 }
 
 __all__ = [*_HOME, "plan"]

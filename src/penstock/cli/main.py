@@ -166,6 +166,24 @@ def plan(
     show_plan(plan_model(model, prompt_tokens, config), as_json=json)
 
 
+@app.command()
+def doctor(
+    context_of_call: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    lane: LaneId = None,
+    strict: Strict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    rerun: Annotated[bool, typer.Option("--rerun", help="Check again, whatever was found before.")] = False,
+    json: Json = False,
+) -> None:
+    """Say which lanes can run a model and whether it can be read in exact chunks. Loads no weights."""
+    from penstock.cli.doctor import show_examination
+    from penstock.engine.doctor import examine
+
+    show_examination(examine(model, _config(context_of_call), rerun=rerun), as_json=json)
+
+
 def _config(call: typer.Context) -> EngineConfig:
     """The engine's settings among the flags of a command; their names are the same."""
     return load_config({name: call.params[name] for name in PARSERS if name in call.params})

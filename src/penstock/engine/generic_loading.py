@@ -27,14 +27,16 @@ from penstock.engine.planning import (
 from penstock.errors import InvalidSetting
 from penstock.lanes.hf import EnteringModel, GenericTextLane
 from penstock.lanes.lane import LaneFacts
-from penstock.lanes.selfcheck import check_class
+from penstock.lanes.selfcheck import check_class, check_real_weights
 from penstock.lanes.verdicts import Verdict, judged, save_verdict, verdict_key
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import GenericSpec, generic_spec
 from penstock.models.pretrained import causal_class, load_causal, quiet_library
-from penstock.plan.machine import default_memory_budget, resident_bytes
+from penstock.plan.machine import default_memory_budget, forget_peak, resident_bytes
 from penstock.plan.memory import MemoryModel
 from penstock.prompt.tokens import Tokenizer
+
+COPIES_OF_WEIGHTS = 3.5  # beside each other while bfloat16 is held against float32, with room for activations
 
 
 def load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -47,7 +49,7 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     dtype = choose_dtype(config.dtype, files.config, device.type)
     model_class, model_config = causal_class(files)
     verdict = checked(files, facts, dtype, device, model_class=model_class, model_config=model_config)
-    facts = judged(facts, verdict, is_strict=config.strict)
+    picked, facts = facts, judged(facts, verdict, is_strict=config.strict)
     parts = load_tokenizer(files)
     tokenizer = Tokenizer(parts.backend)
     gpu = gpu_memory(device)
@@ -58,6 +60,12 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     memory = generic_memory_model(files, spec, verdict, config, dtype, runtime_bytes, budget, device.type)
     require_room(memory, config, budget, device.type)
     model = load_causal(files, model_class, model_config, getattr(torch, dtype)).to(device)
+    verdict = _with_real_weights(files, facts, verdict, model, dtype, budget - runtime_bytes)
+    facts = judged(picked, verdict, is_strict=config.strict)
+    if dtype != "float32" and verdict.exact and verdict.real_weights is None:
+        needed = COPIES_OF_WEIGHTS * memory.shape.weight_bytes / 2**30
+        skipped = f"the {dtype} weights were not compared with float32, which takes {needed:.1f} GiB of --memory"
+        facts = dataclasses.replace(facts, reason=f"{facts.reason}; {skipped}")
     entering = EnteringModel(model, verdict)
     spec = _measured(spec, entering)
     shape = _measured_shape(memory, spec, entering)
@@ -103,6 +111,40 @@ def checked(
     if verdict is None:
         verdict = check_class(model_class, model_config, device=device, make_attention=attention_backend)
         save_verdict(verdict_key(files.config, dtype=dtype, lane=facts.id, backend=device.type), verdict)
+    return verdict
+
+
+def check_files(files: ModelFiles, facts: LaneFacts, dtype: str, device: str) -> Verdict:
+    """A new verdict from the config alone; the weights are not loaded."""
+    with quiet_library():
+        model_class, model_config = causal_class(files)
+        return checked(
+            files,
+            facts,
+            dtype,
+            torch.device(device),
+            model_class=model_class,
+            model_config=model_config,
+            rerun=True,
+        )
+
+
+def _with_real_weights(
+    files: ModelFiles, facts: LaneFacts, verdict: Verdict, model: Any, dtype: str, free_bytes: int
+) -> Verdict:
+    """The verdict with the second part of the check, where it is due and memory allows."""
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    is_due = dtype != "float32" and verdict.exact and verdict.real_weights is None
+    if not is_due or COPIES_OF_WEIGHTS * weight_bytes > free_bytes:
+        return verdict
+    found = check_real_weights(model, verdict, attention_backend)
+    return_freed_memory()
+    forget_peak()
+    changes: dict[str, Any] = {"real_weights": found}
+    if not found.exact:
+        changes |= {"exact": False, "max_difference": found.max_difference, "reason": found.reason}
+    verdict = verdict.model_copy(update=changes)
+    save_verdict(verdict_key(files.config, dtype=dtype, lane=facts.id, backend=model.device.type), verdict)
     return verdict
 
 

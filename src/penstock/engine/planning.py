@@ -15,6 +15,7 @@ from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
     DTYPE_BYTES,
     GENERIC_TEXT,
+    NATIVE_TEXT,
     SEQ2SEQ_SOURCE,
     LaneFacts,
     generic_shape,
@@ -214,7 +215,9 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     lane = pick_lane(files.config, config.lane)
     dtype = choose_dtype(config.dtype, files.config, device)
     is_source = lane.id == SEQ2SEQ_SOURCE
-    host_bytes = defaults.RUNTIME_BYTES_ESTIMATE + (defaults.TRANSFORMERS_BYTES_ESTIMATE if is_source else 0)
+    host_bytes = defaults.RUNTIME_BYTES_ESTIMATE
+    if lane.id != NATIVE_TEXT:
+        host_bytes += defaults.TRANSFORMERS_BYTES_ESTIMATE
     runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
     if lane.id != GENERIC_TEXT:

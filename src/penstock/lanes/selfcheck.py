@@ -7,6 +7,7 @@ Everything is decided by what was measured: packed steps first, then the model's
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,35 @@ def check_class(
     return Verdict(way=Way.OWN_CACHE, packing=unknown, **unknown.model_dump())
 
 
+@torch.inference_mode()
+def check_real_weights(model: Any, verdict: Verdict, make_attention: MakeAttention = cpu_attention) -> Finding:
+    """In the weights' own dtype chunks may be no further from float32 than the whole prompt is, give or take a half.
+
+    A float32 copy of the model exists meanwhile.
+    """
+    check = _Check(model, make_attention)
+    exact = _Check(copy.deepcopy(model).float(), make_attention)
+    if verdict.way in (Way.PACKED, Way.PAGED):
+        own_attention = model.config._attn_implementation
+        use_paged_attention(model)
+        read = check.paged_reader()
+    else:
+        own_attention = None
+        read = check.own_cache_reader(passes_mask=verdict.passes_mask)
+    found: list[_Difference] = []
+    for tokens, whole_TV, exact_TV in zip(check.prompts, check.whole_TV, exact.whole_TV, strict=True):
+        yardstick = (whole_TV - exact_TV).abs().max().item()
+        largest = (read(tokens, cycle(CHUNKINGS[0])) - exact_TV).abs().max().item()
+        found.append(_Difference(largest=largest, allowed=BFLOAT16_FACTOR * yardstick))
+    if own_attention is not None:
+        model.set_attn_implementation(own_attention)
+    worst = max(found, key=lambda one: one.largest / one.allowed if one.allowed else one.largest)
+    dtype = str(model.dtype).removeprefix("torch.")
+    yardstick = worst.allowed / BFLOAT16_FACTOR
+    reason = f"in {dtype}, chunked logits are {worst.largest:.2g} from float32 and whole ones {yardstick:.2g}"
+    return Finding(exact=_num_failed(found) <= MOST_FAILURES, max_difference=worst.largest, reason=reason)
+
+
 class _Check:
     def __init__(self, model: Any, make_attention: MakeAttention) -> None:
         self.model = model
@@ -100,11 +130,11 @@ class _Check:
         own_attention = self.model.config._attn_implementation
         packing = self._packing()
         if packing.exact:
-            chunking = self._chunking(self._paged_reader())
+            chunking = self._chunking(self.paged_reader())
             if chunking.exact:
                 return Verdict(way=Way.PACKED, packing=packing, **chunking.model_dump())
         elif packing.max_difference is not None:
-            chunking = self._chunking(self._paged_reader())
+            chunking = self._chunking(self.paged_reader())
             if chunking.exact:
                 return Verdict(way=Way.PAGED, packing=packing, **chunking.model_dump())
         self.model.set_attn_implementation(own_attention)
@@ -115,7 +145,7 @@ class _Check:
         for passes_mask in (False, True):
             if passes_mask and not self.signature.accepts("attention_mask"):
                 continue
-            found = self._chunking(self._own_cache_reader(passes_mask=passes_mask))
+            found = self._chunking(self.own_cache_reader(passes_mask=passes_mask))
             if found.exact:
                 return Verdict(way=Way.OWN_CACHE, passes_mask=passes_mask, packing=packing, **found.model_dump())
             findings.append((passes_mask, found))
@@ -183,7 +213,7 @@ class _Check:
         attention = self.make_attention(storage, BLOCK_SIZE, calls[0].num_heads)
         return PackedModel(self.model, self.signature, attention, num_calls=len(calls))
 
-    def _paged_reader(self) -> Reader:
+    def paged_reader(self) -> Reader:
         packed = self._packed_model()
 
         def read(tokens: list[int], sizes: Iterator[int]) -> torch.Tensor:
@@ -193,7 +223,7 @@ class _Check:
 
         return read
 
-    def _own_cache_reader(self, *, passes_mask: bool) -> Reader:
+    def own_cache_reader(self, *, passes_mask: bool) -> Reader:
         def read(tokens: list[int], sizes: Iterator[int]) -> torch.Tensor:
             caches = OwnCaches(self.model, self.signature, passes_mask=passes_mask)
             return torch.cat([self._own_chunk(caches, tokens, *span) for span in spans(len(tokens), sizes)])

@@ -1,0 +1,49 @@
+"""What Penstock makes of a model: which lanes claim it and why, and whether chunks are exact on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import EngineConfig
+from penstock.engine.planning import choose_dtype, cuda_memory, kept_verdict, require_device
+from penstock.lanes.lane import GENERIC_TEXT, LANES, Claim, LaneFacts, pick_lane
+from penstock.lanes.verdicts import Verdict, judged
+from penstock.models.files import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    model: str
+    dtype: str
+    device: str
+    lane: LaneFacts
+    claims: dict[str, Claim]  # by lane, in the order of preference
+    verdict: Verdict | None  # None: a lane that is exact by how it is built
+    was_kept: bool  # the verdict is of an earlier check
+
+
+def examine(model: str, config: EngineConfig, *, rerun: bool = False) -> Examination:
+    """Loads no weights. torch is imported only when a check has to be made."""
+    files = resolve(model, weights=False)
+    gpu = None if config.device == "cpu" else cuda_memory()
+    device = require_device(config.device, has_cuda=gpu is not None)
+    dtype = choose_dtype(config.dtype, files.config, device)
+    lane = pick_lane(files.config, config.lane)
+    needs_check = lane.id == GENERIC_TEXT
+    verdict = kept_verdict(files, lane, dtype, device) if needs_check and not rerun else None
+    was_kept = verdict is not None
+    if needs_check:
+        if verdict is None:
+            from penstock.engine.generic_loading import check_files
+
+            verdict = check_files(files, lane, dtype, device)
+        lane = judged(lane, verdict, is_strict=config.strict)
+    return Examination(
+        model=model,
+        dtype=dtype,
+        device=device,
+        lane=lane,
+        claims={lane_id: claims(files.config) for lane_id, claims in LANES.items()},
+        verdict=verdict,
+        was_kept=was_kept,
+    )
