@@ -3,7 +3,7 @@
 import torch
 
 
-def dense(q, k, v, first, rule):
+def dense(q, k, v, first, rule, sinks=None):
     """[T, H, D] of queries at positions first... over all keys, with the whole score matrix in view."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
@@ -14,5 +14,8 @@ def dense(q, k, v, first, rule):
     seen = keys <= positions
     if rule.window:
         seen &= keys > positions - rule.window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hts,shd->thd", weights, v).float()

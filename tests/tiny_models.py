@@ -42,6 +42,27 @@ _LONGROPE = _rope("longrope", short_factor=[1.0 + 0.1 * i for i in range(8)], lo
 _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 13}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}
 
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "head_dim": 32,
+}
+
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24}
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "num_local_experts": 4,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.8,
+}
+
 # What a name stands for: a family, and the trait of it that is tried.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: _config("LlamaConfig"),
@@ -59,6 +80,27 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2-mixed-windows": lambda: _config("Qwen2Config", **_WINDOWS),
     "qwen3": lambda: _config("Qwen3Config", head_dim=32),
     "qwen3-yarn-mixed-windows": lambda: _config("Qwen3Config", head_dim=16, rope_parameters=_YARN, **_WINDOWS),
+    "qwen3-moe": lambda: _config("Qwen3MoeConfig", **_EXPERTS, head_dim=16, mlp_only_layers=[1]),
+    "qwen3-moe-normalized": lambda: _config(
+        "Qwen3MoeConfig", **_EXPERTS, head_dim=16, norm_topk_prob=True, decoder_sparse_step=2
+    ),
+    "mixtral": lambda: _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=21),
+    "gpt-oss": lambda: _config(
+        "GptOssConfig",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=17,
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=256, truncate=False),
+    ),
+    "qwen3-next": lambda: _config("Qwen3NextConfig", **_EXPERTS, **_DELTA, shared_expert_intermediate_size=56),
+    "qwen3-5": lambda: _config("Qwen3_5TextConfig", **_DELTA),
+    "qwen3-5-moe": lambda: _config("Qwen3_5MoeTextConfig", **_EXPERTS, **_DELTA, shared_expert_intermediate_size=24),
+    "bamba": lambda: _config("BambaConfig", **_MAMBA, mamba_n_groups=2, attn_layer_indices=[1]),
+    "granite-hybrid": lambda: _config("GraniteMoeHybridConfig", **_MAMBA, **_GRANITE, num_experts_per_tok=2),
+    "granite-hybrid-dense": lambda: _config(
+        "GraniteMoeHybridConfig", **_MAMBA, **_GRANITE | {"num_local_experts": 0}, position_embedding_type="rope"
+    ),
     "smollm3": lambda: _config("SmolLM3Config"),
     "phi3": lambda: _config("Phi3Config", sliding_window=31),
     "phi3-longrope": lambda: _config("Phi3Config", rope_parameters=_LONGROPE, original_max_position_embeddings=96),
@@ -77,6 +119,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
 }
+
+
+RECURRENT = {"qwen3-next", "qwen3-5", "qwen3-5-moe", "bamba", "granite-hybrid", "granite-hybrid-dense"}
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

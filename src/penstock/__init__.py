@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.planning import plan
     from penstock.errors import PenstockError
+    from penstock.lanes.attach import attach, detach
     from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, create_prefill_chunks
     from penstock.plan.memory import MemoryModel, ModelShape, PrefillMemoryEstimate, peak_memory_estimate
     from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
@@ -40,7 +41,9 @@ _HOME = {
     "StartDecode": "schedule.prefill",
     "Token": "request",
     "YieldToDecode": "schedule.prefill",
+    "attach": "lanes.attach",
     "create_prefill_chunks": "plan.chunks",
+    "detach": "lanes.attach",
     "peak_memory_estimate": "plan.memory",
 }
 

@@ -26,6 +26,10 @@ TRANSFORMERS_BYTES_ESTIMATE = 104 * 2**20
 FIRST_CALL_BYTES_ESTIMATE = 16 * 2**20
 # Share of the free memory left to others when no budget is given.
 FREE_MEMORY_MARGIN = 0.1
+# Of the memory beside the weights that recurrent states may take.
+STATE_SHARE = 0.25
+# Checkpoints of recurrent state that are kept lie at least this far apart; the newest of a sequence is kept besides.
+CHECKPOINT_TOKENS = 512
 
 
 class PrefillPriority(Enum):
@@ -55,6 +59,7 @@ class EngineConfig:
     max_waiting: int | None = None  # requests in the queue; None: no limit
     max_waiting_tokens: int | None = None
     prefix_cache: bool = True
+    max_checkpoints: int = 32  # of recurrent state, for prefixes that come again
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 0:
@@ -87,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
+        if self.max_checkpoints < 0:
+            raise InvalidSetting(f"max_checkpoints is {self.max_checkpoints}; it must be 0 or more.")
         if self.latency_target_ms is not None and not 1 <= self.latency_target_ms <= 60_000:
             raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
         if self.dtype not in DTYPES:

@@ -57,3 +57,7 @@ class EngineClosed(PenstockError):
 
 class UnknownLane(PenstockError):
     """The lane that was asked for does not exist or cannot run this model."""
+
+
+class InvalidMedia(PenstockError):
+    """An image cannot be read, is too large, or does not fit the placeholders of the prompt."""

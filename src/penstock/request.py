@@ -127,6 +127,11 @@ class Sequence:
     num_read: int = 0  # prompt tokens read of this one, repeats after a preemption included
     is_paused: bool = False
     abort_reason: FinishReason | None = None  # asked to end; it does when nothing is in flight
+    state_slot: int | None = None  # None: not running, or the model has no recurrent state
+    state_is_current: bool = False  # whether the slot holds the state after `num_computed` tokens
+    state_source: int | None = None  # the checkpoint to start from; None: from nothing
+    last_checkpoint: int = 0  # tokens before the last one saved, or started from
+    kept_checkpoint: int = 0  # tokens before the last one that stays when another is saved
 
     @property
     def id(self) -> int:
@@ -144,7 +149,18 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         """More than one token is still to be computed, or the prompt's logits are."""
-        return not self.prompt_is_complete or self.num_computed < max(self.num_prompt_tokens, len(self.tokens) - 1)
+        num_computed = self.num_computed
+        is_read = num_computed >= self.num_prompt_tokens and num_computed >= len(self.tokens) - 1
+        return not (is_read and self.prompt_is_complete)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateUse:
+    """Recurrent state of a chunk: it begins as what lies in `source`, advances in `slot`, and may be saved after."""
+
+    slot: int
+    source: int | None  # equal to `slot` where the state is already there; None: it begins as zeros
+    save_to: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +173,7 @@ class Chunk:
     wants_logits: bool
     num_cached: int = 0  # tokens of the sequence that came from the prefix cache
     num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
+    state: StateUse | None = None  # None: the model has no recurrent state
     num_slots_before: int | None = None  # tokens that it attends to besides its own; None: those before `start`
 
     @property

@@ -21,7 +21,7 @@ def block_table(num_blocks, layout, first_free):
     return [first_free + (i ^ 3) for i in range(num_blocks)]  # short runs, out of order
 
 
-def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32):
+def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32, sinks=None):
     """Runs (start, end) chunks of several sequences as one step; returns what was attended and what should be."""
     generator = torch.Generator().manual_seed(3)
     blocks_of = [-(-end // BLOCK) for _, end in chunks]
@@ -41,7 +41,7 @@ def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float3
         k, v = (torch.randn(end, kv_heads, size, generator=generator).to(dtype) for _ in range(2))
         slots = [tables[-1][p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
         storage.keys[0][slots], storage.values[0][slots] = k, v
-        expected.append(dense(q, k, v, start, rule))
+        expected.append(dense(q, k, v, start, rule, sinks))
         queries.append(q)
         starts.append(starts[-1] + len(q))
     attention = CpuAttention(storage, BLOCK)
@@ -57,7 +57,7 @@ def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float3
             logit_rows=torch.zeros(0, dtype=torch.long),
         )
     )
-    return attention.attend(0, torch.cat(queries), rule).float(), torch.cat(expected)
+    return attention.attend(0, torch.cat(queries), rule, sinks).float(), torch.cat(expected)
 
 
 RULES = {
@@ -114,3 +114,14 @@ def test_segments_hold_every_visible_key_once_and_unmasked_ones_are_visible_to_a
 def test_neighbouring_blocks_join_into_one_run():
     runs = contiguous_runs((4, 5, 6, 9, 10, 2), BLOCK, 6 * BLOCK - 3)
     assert [(run.start, run.end, run.slot) for run in runs] == [(0, 48, 64), (48, 80, 144), (80, 93, 32)]
+
+
+@pytest.mark.parametrize(
+    "rule", [AttentionRule(scale=0.3), AttentionRule(scale=0.3, window=5)], ids=["causal", "window"]
+)
+def test_a_sink_takes_its_share_and_gives_nothing(rule):
+    sinks = torch.tensor([0.0, 3.0, -2.0, 1.0])
+    found, expected = paged([(0, 37), (99, 100), (64, 90)], rule, "scattered", sinks=sinks)
+    assert (found - expected).abs().max() < 2e-5
+    without, _ = paged([(0, 37), (99, 100), (64, 90)], rule, "scattered")
+    assert (found.abs() < without.abs()).all()

@@ -143,7 +143,7 @@ def test_a_preempted_source_is_read_again(folders, load):
     sources = [prompt(100, seed=seed) for seed in range(3)]
     alone = [load("bart").generate(tokens, max_tokens=40).token_ids for tokens in sources]
     engine = load("bart", chunk_size=32)
-    engine.scheduler.pool = BlockPool(16)  # 256 tokens
+    engine.scheduler.pool = engine.scheduler.holdings.pool = BlockPool(16)  # 256 tokens
     assert [output.token_ids for output in engine.generate_batch(sources, max_tokens=40)] == alone
     assert engine.scheduler.num_preemptions
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
 from penstock.errors import InvalidModelFile, PenstockError, UnsupportedModel
@@ -195,6 +196,19 @@ def test_changed_bytes_raise_only_our_errors(tmp_path):
             complaints.append(str(error))
     assert len(complaints) > 100
     assert not any("\n" in complaint for complaint in complaints)
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path, small_slices):
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(0, 256, (3, 12, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 12, 2), generator=generator, dtype=torch.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "w.safetensors")
+    rows = torch.empty(3, 12, 64)
+    SafetensorsWeights([tmp_path / "w.safetensors"]).copy_into(rows.transpose(1, 2), "w")
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(rows.transpose(1, 2), expected)
+    with pytest.raises(InvalidModelFile, match="config asks for scales"):
+        SafetensorsWeights([tmp_path / "w.safetensors"]).copy_into(torch.empty(3, 12, 96).transpose(1, 2), "w")
 
 
 # --- GGUF: quantised types ----------------------------------------------------------------------------------

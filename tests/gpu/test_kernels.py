@@ -74,7 +74,7 @@ class Step:
             logit_rows=torch.zeros(0, dtype=torch.long),
         )
 
-    def attended(self, rule, num_processors=None):
+    def attended(self, rule, num_processors=None, sinks=None):
         storage = self.storage()
         for index, (_, end) in enumerate(self.chunks):
             slots = self.slots(index, 0, end)
@@ -83,10 +83,12 @@ class Step:
         attention = CudaAttention(storage, self.block, num_heads=self.num_heads)
         attention._num_processors = num_processors or attention._num_processors
         attention.begin_step(self.inputs())
-        return attention.attend(0, torch.cat(self.q).to(DEVICE), rule).cpu().float()
+        return attention.attend(0, torch.cat(self.q).to(DEVICE), rule, sinks).cpu().float()
 
-    def expected(self, rule):
-        found = [dense(q, k, v, c[0], rule) for q, k, v, c in zip(self.q, self.k, self.v, self.chunks, strict=True)]
+    def expected(self, rule, sinks=None):
+        found = [
+            dense(q, k, v, c[0], rule, sinks) for q, k, v, c in zip(self.q, self.k, self.v, self.chunks, strict=True)
+        ]
         return torch.cat(found)
 
 
@@ -96,6 +98,14 @@ def test_paged_attention_equals_plain_attention(rule, num_processors):
     """With one processor nothing is split; with many, the longest decodes are shared by several programs."""
     step = Step(CHUNKS)
     assert (step.attended(rule, num_processors) - step.expected(rule)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("num_processors", [1, 132], ids=["whole", "split"])
+@pytest.mark.parametrize("name", ["causal", "window 5", "softcap"])
+def test_sinks_take_their_share(name, num_processors):
+    step, sinks = Step(CHUNKS), torch.tensor([0.0, 3.0, -2.0, 9.0])
+    found = step.attended(RULES[name], num_processors, sinks.to(DEVICE))
+    assert (found - step.expected(RULES[name], sinks)).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize(

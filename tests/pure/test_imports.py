@@ -15,7 +15,7 @@ BASE = {"request", "config", "errors"}
 ALLOWED = {
     "prompt": set(),
     "plan": set(),
-    "schedule": {"plan", "cache.blocks", "cache.prefix"},
+    "schedule": {"plan", "cache.blocks", "cache.prefix", "cache.states"},
     "cache": set(),
     "attention": {"cache.storage"},
     "models": {"attention", "cache.storage"},
@@ -29,6 +29,8 @@ EXCEPTIONS = {("plan/__init__.py", "engine.planning")}
 NO_TORCH = ["prompt", "plan", "schedule", "cache/blocks.py", "cache/prefix.py", "lanes/lane.py", "models/spec.py"]
 NO_TORCH += [
     "models/files.py",
+    "models/generic_spec.py",
+    "lanes/verdicts.py",
     "models/gguf.py",
     "models/gguf_translation.py",
     "bench",

@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
+from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
 from penstock.request import Request, SamplingParams, StepResult
@@ -23,9 +24,12 @@ def make_scheduler(
     floor=1,
     prefix=True,
     fits=None,
+    num_checkpoints=None,
     **limits,
 ):
+    """`num_checkpoints`: of a model with recurrent state; None: it has none."""
     pool = BlockPool(num_blocks)
+    has_state = num_checkpoints is not None
     return Scheduler(
         limits=Limits(**{"block_size": BLOCK, "max_context": 10_000, "max_running": 4} | limits),
         budget=TokenBudget(ceiling=chunk_size, floor=floor, target_s=target, cost=cost),
@@ -34,6 +38,7 @@ def make_scheduler(
         model_identity="test",
         chunk_limit=fits or (lambda start, resident, wanted: wanted),
         peak_estimate=lambda chunk, context, resident: chunk,
+        states=StatePool(num_running=4, num_checkpoints=num_checkpoints) if has_state else None,
     )
 
 
@@ -46,11 +51,25 @@ def next_token(tokens):
     return hash(tuple(tokens)) % 97
 
 
-def run_step(scheduler, lengths, outputs):
+def advance_states(scheduler, plan, states):
+    """Recurrent state as the tokens that made it: a chunk that starts from any other state is caught here."""
+    for chunk in plan.chunks:
+        use, tokens = chunk.state, scheduler.sequences[chunk.sequence_id].tokens
+        before = [] if use.source is None else states[use.source]
+        assert before == tokens[: chunk.start], "a chunk began with the state of another prefix"
+        states[use.slot] = tokens[: chunk.end]
+    for chunk in plan.chunks:
+        if chunk.state.save_to is not None:
+            states[chunk.state.save_to] = states[chunk.state.slot]
+
+
+def run_step(scheduler, lengths, outputs, states=None):
     """Runs one step with `next_token` as the model; ends a sequence after lengths[id] tokens."""
     plan = scheduler.next_step()
     if plan is None:
         return None
+    if states is not None:
+        advance_states(scheduler, plan, states)
     tokens, finished = {}, {}
     for chunk in plan.chunks:
         sequence = scheduler.sequences[chunk.sequence_id]
@@ -84,12 +103,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     priority = PrefillPriority.INTERLEAVED
     target = None
+    num_checkpoints = None
 
     def __init__(self):
         super().__init__()
         cost = StepCost((0.001, 0.001, 1e-6, 1e-6))
+        has_state = self.num_checkpoints is not None
+        self.states = {} if has_state else None
         self.scheduler = make_scheduler(
-            num_blocks=12, chunk_size=7, overlap=2, priority=self.priority, target=self.target, cost=cost
+            num_blocks=12,
+            chunk_size=7,
+            overlap=0 if has_state else 2,
+            priority=self.priority,
+            target=self.target,
+            cost=cost,
+            num_checkpoints=self.num_checkpoints,
         )
         self.prompts, self.lengths, self.outputs, self.aborted = {}, {}, {}, set()
 
@@ -111,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A slow reader: its sequence rests for a step, and may lose its blocks to others."""
         request_id = data.draw(st.sampled_from(sorted(self.scheduler.sequences)))
         self.scheduler.pause(request_id, is_paused=True)
-        run_step(self.scheduler, self.lengths, self.outputs)
+        run_step(self.scheduler, self.lengths, self.outputs, self.states)
         self.scheduler.pause(request_id, is_paused=False)
 
     @precondition(lambda self: self.scheduler.sequences)
@@ -124,14 +152,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         had_work = self.scheduler.has_work
-        plan = run_step(self.scheduler, self.lengths, self.outputs)
+        plan = run_step(self.scheduler, self.lengths, self.outputs, self.states)
         assert (plan is not None) == had_work, "work was there and nothing was planned"
 
     @rule()
     def fail_a_step(self):
         plan = self.scheduler.next_step()
         if plan is not None:
+            self.spoil_states(plan)
             self.scheduler.fail(plan.step)
+
+    def spoil_states(self, plan):
+        """A step that fails has advanced the state in some layers and not in others."""
+        for chunk in plan.chunks if self.states is not None else ():
+            self.states[chunk.state.slot] = self.states[chunk.state.save_to] = ["spoilt"]
 
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data())
@@ -143,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abort(request_id)
         self.aborted.add(request_id)
         assert request_id in self.scheduler.sequences, "blocks in flight are not given away"
+        self.spoil_states(plan)
         self.scheduler.fail(plan.step)
         assert request_id not in self.scheduler.sequences
 
@@ -154,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.scheduler.has_work:
                 break
-            run_step(self.scheduler, self.lengths, self.outputs)
+            run_step(self.scheduler, self.lengths, self.outputs, self.states)
         assert not self.scheduler.has_work, "a request never ended"
         self.scheduler.check()
         for request_id in set(self.prompts) - self.aborted:
@@ -162,8 +197,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.outputs[request_id] == expected
 
 
-def machine_of(priority, target):
-    machine = type("Machine", (SchedulerMachine,), {"priority": priority, "target": target})
+def machine_of(priority, target, num_checkpoints=None):
+    values = {"priority": priority, "target": target, "num_checkpoints": num_checkpoints}
+    machine = type("Machine", (SchedulerMachine,), values)
     case = machine.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
     return case
@@ -174,6 +210,9 @@ TestInterleavedUnderATarget = machine_of(PrefillPriority.INTERLEAVED, 0.006)
 TestPrefillFirst = machine_of(PrefillPriority.PREFILL_FIRST, None)
 TestDecodePriority = machine_of(PrefillPriority.DECODE_PRIORITY, None)
 TestDecodePriorityUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006)
+TestRecurrentState = machine_of(PrefillPriority.INTERLEAVED, None, num_checkpoints=5)
+TestRecurrentStateUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006, num_checkpoints=1)
+TestRecurrentStateWithoutCheckpoints = machine_of(PrefillPriority.PREFILL_FIRST, None, num_checkpoints=0)
 
 
 def run_all(scheduler, lengths):
@@ -187,6 +226,28 @@ def run_all(scheduler, lengths):
 
 def chunk_bounds(plans, request_id=0):
     return [(c.start, c.end) for plan in plans for c in plan.chunks if c.sequence_id == request_id and c.num_tokens > 1]
+
+
+def test_a_decode_that_loses_its_place_leaves_the_step_to_the_prompts():
+    """Two prompts hold all but two blocks, which are kept for the streams, when the only stream needs one more."""
+    cost = StepCost((0.001, 0.001, 1e-6, 1e-6))
+    scheduler = make_scheduler(num_blocks=12, chunk_size=7, overlap=2, target=0.006, cost=cost)
+    lengths, outputs = {0: 1, 1: 1, 2: 7}, {}
+    scheduler.submit(make_request(0, range(200, 230), priority=1))
+    for _ in range(4):
+        run_step(scheduler, lengths, outputs)
+    scheduler.submit(make_request(1, range(8), priority=1))
+    scheduler.submit(make_request(2, range(200, 215), priority=1))
+    run_step(scheduler, lengths, outputs)
+    scheduler.pause(1, is_paused=True)
+    run_step(scheduler, lengths, outputs)
+    scheduler.pause(1, is_paused=False)
+    plans = []
+    while scheduler.has_work:
+        plans.append(run_step(scheduler, lengths, outputs))
+        assert plans[-1] is not None
+    assert any(2 in plan.preempted for plan in plans), "the case that this is about"
+    assert outputs[2] == expected_output(range(200, 215), 7)
 
 
 def test_a_prompt_takes_blocks_as_its_chunks_run():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +23,29 @@ class ForwardInputs:
     rotary_variants: tuple[str, ...]
     sequence_ids: tuple[int, ...]
     logit_rows: torch.Tensor
+    state_slots: tuple[int, ...] = ()  # of each chunk, where the model has recurrent state
+    state_loads: tuple[tuple[int | None, int], ...] = ()  # (from, to) before the step; from None: zeros
+    state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
 
     @property
     def num_chunks(self) -> int:
         return len(self.context_lens)
+
+    def longer_chunks(self) -> Iterator[tuple[slice, int]]:
+        """(rows, state slot) of each chunk of more than one token."""
+        for first, last, slot in zip(self.query_starts, self.query_starts[1:], self.state_slots, strict=False):
+            if last - first > 1:
+                yield slice(first, last), slot
+
+    def single_tokens(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, state slots) of the chunks of one token; None where there is none."""
+        pairs = zip(self.query_starts, self.query_starts[1:], self.state_slots, strict=False)
+        found = [(first, slot) for first, last, slot in pairs if last - first == 1]
+        if not found:
+            return None
+        rows, slots = torch.tensor(found, device=self.ids_T.device).unbind(1)
+        return rows, slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +94,11 @@ class AttentionBackend(Protocol):
         """Rotates queries and keys; keys and values go straight to the pages, the queries are returned."""
         ...
 
-    def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        """[T, H, D]: every token over the tokens of its own sequence up to itself."""
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H, D]: every token over the tokens of its own sequence up to itself.
+
+        A sink is a float32 logit per head: it takes its share of the softmax and adds nothing.
+        """
         ...

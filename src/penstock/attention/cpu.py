@@ -107,14 +107,16 @@ class CpuAttention:
             rotation.apply(slice(None), q_THD, out=rotated_THD)
         return rotated_THD
 
-    def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out_THD = torch.empty_like(q_THD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
             for tile in range(start, end, QUERY_ROWS):
                 tile_end = min(tile + QUERY_ROWS, end)
                 rows = slice(row + tile - start, row + tile_end - start)
-                out_THD[rows] = _attend_tile(q_THD[rows], keys, values, runs, tile, tile_end, rule)
+                out_THD[rows] = _attend_tile(q_THD[rows], keys, values, runs, tile, tile_end, rule, sinks_H)
         return out_THD
 
     def _chunks(self) -> Iterator[tuple[int, int, int, tuple[Run, ...]]]:
@@ -142,6 +144,7 @@ def _attend_tile(
     start: int,
     end: int,
     rule: AttentionRule,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Queries at positions [start, end) over all that they see; partial results are merged by their log-sum-exp."""
     merged: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -159,7 +162,10 @@ def _attend_tile(
                 part = _by_flash(q_QHD, k_NKD, v_NKD, False, mask_QN, rule.scale)
             merged = part if merged is None else _merge(merged, part)
     assert merged is not None
-    return merged[0].to(q_QHD.dtype)
+    out_QHD, lse_QH1 = merged
+    if sinks_H is not None:
+        out_QHD = out_QHD * torch.sigmoid(lse_QH1 - sinks_H[:, None])
+    return out_QHD.to(q_QHD.dtype)
 
 
 def _by_flash(

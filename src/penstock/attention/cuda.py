@@ -172,11 +172,13 @@ class CudaAttention:
             )
         return rotated_THD
 
-    def attend(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         layout = self._current_layout()
         out_THD = torch.empty_like(q_THD)
         for tile_set in layout.tile_sets:
-            self._attend_tiles(layer, q_THD, out_THD, rule, layout, tile_set)
+            self._attend_tiles(layer, q_THD, out_THD, rule, sinks_H, layout, tile_set)
         return out_THD
 
     def _attend_tiles(
@@ -185,6 +187,7 @@ class CudaAttention:
         q_THD: torch.Tensor,
         out_THD: torch.Tensor,
         rule: AttentionRule,
+        sinks_H: torch.Tensor | None,
         layout: StepLayout,
         tile_set: TileSet,
     ) -> None:
@@ -195,6 +198,8 @@ class CudaAttention:
         partial_lse = torch.empty(num_partials, dtype=torch.float32, device=self.device)
         keys = self.storage.keys[layer]
         heads = {"GROUP": self.group, "SIZE": self.head_size, "PADDED_SIZE": self._padded_size, "ROWS": shape.num_rows}
+        heads["HAS_SINKS"] = sinks_H is not None
+        sinks = partial_lse if sinks_H is None else sinks_H
         _kernels.attend_tiles[(num_tiles, self.num_kv_heads, splits)](
             q_THD,
             keys,
@@ -202,6 +207,7 @@ class CudaAttention:
             out_THD,
             partials,
             partial_lse,
+            sinks,
             tile_set.tiles,
             layout.query_starts,
             layout.context_lens,
@@ -225,6 +231,7 @@ class CudaAttention:
             _kernels.merge_splits[(num_tiles, shape.num_rows // self.group * self.group, self.num_kv_heads)](
                 partials,
                 partial_lse,
+                sinks,
                 out_THD,
                 tile_set.tiles,
                 layout.query_starts,

@@ -94,6 +94,7 @@ def attend_tiles(
     out_ptr,
     partial_ptr,
     partial_lse_ptr,
+    sinks_ptr,
     tiles_ptr,
     query_starts_ptr,
     context_lens_ptr,
@@ -112,6 +113,7 @@ def attend_tiles(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """Program (tile, key-value head, split). A tile is (chunk, its first query); chunk -1 is padding."""
@@ -166,6 +168,9 @@ def attend_tiles(
         attended, total, top, q, positions, keys_ptr, values_ptr, table_ptr, slot_stride, middle, end, end,
         scale, softcap, PAGE, KEYS, SIZE, PADDED_SIZE, WINDOW, HAS_SOFTCAP, True,
     )  # fmt: skip
+    if HAS_SINKS and not IS_SPLIT:
+        sinks = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * LOG2_E
+        total += tl.exp2(sinks - tl.where(top == float("-inf"), sinks, top))
     divisor = tl.where(total == 0.0, 1.0, total)  # a split may hold no key that a row sees; its top is infinite then
     attended = attended / divisor[:, None]
     if IS_SPLIT:
@@ -180,6 +185,7 @@ def attend_tiles(
 def merge_splits(
     partial_ptr,
     partial_lse_ptr,
+    sinks_ptr,
     out_ptr,
     tiles_ptr,
     query_starts_ptr,
@@ -189,6 +195,7 @@ def merge_splits(
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ) -> None:
     """Program (tile, row, key-value head): attention over the union of the splits, weighted by their sums."""
@@ -204,10 +211,14 @@ def merge_splits(
     dims = tl.arange(0, PADDED_SIZE)
     parts = ((tile * num_splits + splits) * tl.num_programs(2) + kv_head).to(tl.int64) * ROWS + row
     lse = tl.load(partial_lse_ptr + parts, mask=splits < num_splits, other=float("-inf"))
-    shares = tl.exp2(lse - tl.max(lse, 0))
+    top = tl.max(lse, 0)
+    shares = tl.exp2(lse - top)
+    total = tl.sum(shares, 0)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + row % GROUP) * LOG2_E - top)
     is_place = (splits < num_splits)[:, None] & (dims < SIZE)[None, :]
     attended = tl.load(partial_ptr + parts[:, None] * SIZE + dims[None, :], mask=is_place, other=0.0)
-    merged = tl.sum(attended * shares[:, None], 0) / tl.sum(shares, 0)
+    merged = tl.sum(attended * shares[:, None], 0) / total
     place = (query_start + query).to(tl.int64) * token_stride + (kv_head * GROUP + row % GROUP) * SIZE + dims
     tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=dims < SIZE)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from random import Random
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.bench.costs import Machine
+from penstock.bench.costs import MACHINES, Machine
 from penstock.bench.simulate import Run, percentile, simulate
-from penstock.bench.workloads import SIZES, Sizes, lone_question
+from penstock.bench.workloads import SCENARIOS, SIZES, Sizes, lone_question
 from penstock.config import PrefillPriority
 
 TARGETS_S = (0.02, 0.05, 0.1, 0.2, None)
@@ -80,10 +81,44 @@ class Summary(_Document):
         return f"{self.machine} {self.scenario} {self.priority.value} {target}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run by its names, so that another process can run it."""
+
+    machine: str
+    scenario: str
+    priority: PrefillPriority
+    target_s: float | None
+    seed: int
+
+    def run(self) -> Summary:
+        machine = MACHINES[self.machine]
+        trace = SCENARIOS[self.scenario](SIZES[self.machine], Random(self.seed))
+        run = simulate(trace, machine, priority=self.priority, target_s=self.target_s, seed=self.seed)
+        return Summary.of(run, self.scenario)
+
+
+def all_cases(machine: str, scenario: str, *, seed: int) -> list[Case]:
+    """Every priority at every target."""
+    return [
+        Case(machine=machine, scenario=scenario, priority=priority, target_s=target_s, seed=seed)
+        for priority in PrefillPriority
+        for target_s in TARGETS_S
+    ]
+
+
 class Check(_Document):
     name: str
     holds: bool
     found: str
+
+
+class Report(_Document):
+    seed: int
+    sources: dict[str, str]
+    titles: dict[str, str]
+    runs: list[Summary]
+    checks: list[Check]
 
 
 def check_all(summaries: Iterable[Summary]) -> list[Check]:

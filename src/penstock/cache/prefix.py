@@ -29,6 +29,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._block_by_hash)
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_by_hash
+
     def take(self, block_hash: bytes) -> int | None:
         """The block with that prefix, held once more; None when nobody computed it."""
         block = self._block_by_hash.get(block_hash)

@@ -1,11 +1,13 @@
-"""The tensors behind the blocks: keys and values of every layer, one row per token slot."""
+"""The tensors behind blocks and state slots: keys and values, one row per token, and recurrent state."""
 
-# S slots (blocks x block size), K key-value heads, D head size
+# S slots (blocks x block size, or of states), K key-value heads, D head size
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +30,46 @@ class KvStorage:
         allocate = _lazy_pages if device.type == "cpu" else torch.empty
         self.keys = [allocate(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [allocate(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerState:
+    """Recurrent state of one layer by slot: a matrix per head, and the last inputs of the convolution before it."""
+
+    matrices_SHKV: torch.Tensor
+    tails_SWC: torch.Tensor
+
+
+class StateStorage:
+    """The tensors behind the slots of recurrent state, for the layers that have it."""
+
+    def __init__(
+        self,
+        *,
+        layers: Iterable[int],
+        num_slots: int,
+        matrix_shape: tuple[int, ...],
+        tail_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        allocate = _lazy_pages if device.type == "cpu" else torch.empty
+        self.layers = {
+            layer: LayerState(
+                matrices_SHKV=allocate((num_slots, *matrix_shape), dtype=torch.float32, device=device),
+                tails_SWC=allocate((num_slots, *tail_shape), dtype=dtype, device=device),
+            )
+            for layer in layers
+        }
+
+    def copy(self, source: int | None, target: int) -> None:
+        """The state of one slot to another; from None, zeros."""
+        for state in self.layers.values():
+            for values in (state.matrices_SHKV, state.tails_SWC):
+                if source is None:
+                    values[target].zero_()
+                else:
+                    values[target].copy_(values[source])
 
 
 def _lazy_pages(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -35,6 +35,7 @@ def schedule(
     ] = None,
     cost: Annotated[list[str] | None, typer.Option(help="h200 or cpu; may be repeated, both unless given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the arrivals and the noise.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once; one per core unless given.")] = None,
     json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Draw TTFT against gaps into this .png or .svg file.")] = None,
 ) -> None:
@@ -43,7 +44,7 @@ def schedule(
     costs = _chosen("--cost", cost, COST_NAMES)
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise InvalidSetting(f"--plot is {str(plot)!r}; the file must end in .png or .svg.")
-    raise typer.Exit(_schedule(scenarios, costs, seed=seed, as_json=json, plot=plot))
+    raise typer.Exit(_schedule(scenarios, costs, seed=seed, num_jobs=jobs, as_json=json, plot=plot))
 
 
 @bench.command("scheduling-cost")
@@ -99,46 +100,37 @@ def _chosen(flag: str, names: list[str] | None, known: tuple[str, ...]) -> list[
     return list(dict.fromkeys(names or known))
 
 
-def _schedule(scenarios: list[str], costs: list[str], *, seed: int, as_json: bool, plot: Path | None) -> int:
-    from pydantic import BaseModel
+def _schedule(
+    scenarios: list[str], costs: list[str], *, seed: int, num_jobs: int | None, as_json: bool, plot: Path | None
+) -> int:
+    from concurrent.futures import ProcessPoolExecutor
+
     from rich.console import Console
 
     from penstock.bench.costs import MACHINES
-    from penstock.bench.report import TARGETS_S, Check, Summary, check_all, check_lone_question
-    from penstock.bench.simulate import simulate
+    from penstock.bench.report import Case, Check, Report, all_cases, check_all, check_lone_question
     from penstock.bench.workloads import SCENARIOS, SIZES
-    from penstock.config import PrefillPriority
-
-    class Report(BaseModel):
-        seed: int
-        sources: dict[str, str]
-        titles: dict[str, str]
-        runs: list[Summary]
-        checks: list[Check]
+    from penstock.plan.machine import num_physical_cores
 
     out, progress = Console(highlight=False), Console(stderr=True, highlight=False)
     runs: list[Summary] = []
     checks: list[Check] = []
     titles: dict[str, str] = {}
-    for machine in (MACHINES[name] for name in costs):
-        if not as_json:
-            out.print(f"{machine.name}: costs fitted to {machine.source}; scenarios {machine.scale}; ", end="")
-            out.print(f"at most {machine.ceiling:,} tokens per step, floor {machine.floor}")
-        for name in scenarios:
-            trace = SCENARIOS[name](SIZES[machine.name], Random(seed))
-            titles[f"{machine.name} {name}"] = trace.title
-            began = time.perf_counter()
-            found = []
-            for priority in PrefillPriority:
-                for target_s in TARGETS_S:
-                    run = simulate(trace, machine, priority=priority, target_s=target_s, seed=seed)
-                    found.append(Summary.of(run, name))
-            runs += found
+    with ProcessPoolExecutor(num_jobs or num_physical_cores()) as pool:
+        for machine in (MACHINES[name] for name in costs):
             if not as_json:
-                _show(out, f"{machine.name}, {name}: {trace.title}", found)
-            progress.print(f"{machine.name} {name}: {len(found)} runs in {time.perf_counter() - began:.1f} s")
-        if "questions" in scenarios:
-            checks += check_lone_question(machine, seed=seed)
+                out.print(f"{machine.name}: costs fitted to {machine.source}; scenarios {machine.scale}; ", end="")
+                out.print(f"at most {machine.ceiling:,} tokens per step, floor {machine.floor}")
+            for name in scenarios:
+                began = time.perf_counter()
+                found = list(pool.map(Case.run, all_cases(machine.name, name, seed=seed)))
+                runs += found
+                title = titles[f"{machine.name} {name}"] = SCENARIOS[name](SIZES[machine.name], Random(seed)).title
+                if not as_json:
+                    _show(out, f"{machine.name}, {name}: {title}", found)
+                progress.print(f"{machine.name} {name}: {len(found)} runs in {time.perf_counter() - began:.1f} s")
+            if "questions" in scenarios:
+                checks += check_lone_question(machine, seed=seed)
     checks += check_all(runs)
     if plot is not None:
         from penstock.bench.plot import plot as draw

@@ -13,6 +13,7 @@ import torch
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
+from penstock.cache.states import StatePool
 from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
@@ -21,7 +22,7 @@ from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.runner import Runner
 from penstock.engine.sampler import Sampler, token_logprob
 from penstock.engine.stopping import StopText
-from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError
+from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.plan.machine import peak_resident_bytes, resident_bytes
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
@@ -83,19 +84,28 @@ class Engine:
         if model.source is not None:
             # States of a source depend on all of it: no part is shared or computed twice.
             config = dataclasses.replace(config, overlap=0, prefix_cache=False)
+
+        if model.lane.facts.reads_whole:
+            config = dataclasses.replace(config, chunk_size=0, overlap=0)
         self.model = model
         self.config = config
         self.adjustments = list(model.adjustments)
         pool = BlockPool(model.num_blocks)
+        memory = model.memory
+        self.states = None
+        if memory.shape.state_bytes:
+            num_running, num_checkpoints = memory.num_running_states, memory.num_checkpoints
+            self.states = StatePool(num_running=num_running, num_checkpoints=num_checkpoints)
         self.scheduler = Scheduler(
             limits=Limits(
                 block_size=config.block_size,
                 max_context=model.max_context,
-                max_running=config.max_running,
-                overlap=config.overlap,
+                max_running=min(config.max_running, memory.num_running_states or config.max_running),
+                overlap=0 if self.states or not model.lane.facts.shares_prefixes else config.overlap,
                 priority=config.priority,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
+                reads_whole=model.lane.facts.reads_whole,
             ),
             budget=TokenBudget(
                 ceiling=config.max_chunk_size if config.chunk_size is None else config.chunk_size,
@@ -103,15 +113,16 @@ class Engine:
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
             ),
             pool=pool,
-            prefix=PrefixCache(pool) if config.prefix_cache else None,
+            prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
             model_identity=model.identity,
             chunk_limit=self._chunk_limit,
             peak_estimate=self._peak_estimate,
+            states=self.states,
         )
         self.prompts = PromptReader(
             tokenizer=model.tokenizer,
             template=model.chat_template,
-            needs_length=model.spec.depends_on_prompt_length or config.strict,
+            needs_length=model.spec.depends_on_prompt_length or config.strict or model.lane.facts.reads_whole,
             refuse_too_long=self._refuse_too_long,
             capacity=self.scheduler.capacity,
         )
@@ -167,6 +178,7 @@ class Engine:
             model.budget_bytes,
             capacity if source is None else min(capacity, source.max_source),
             is_source=source is not None,
+            is_whole=self.lane.reads_whole,
         )
         return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))
 
@@ -235,6 +247,9 @@ class Engine:
             if params.prompt_logprobs is not None:
                 raise InvalidSetting("An encoder gives its source no log-probabilities. Leave prompt_logprobs out.")
             tokens, source = self.model.source.prompt(tokens)
+
+        if self.lane.reads_whole:
+            self._refuse_past_whole(num_tokens)
         request = Request(
             id=self._next_id,
             prompt=tokens,
@@ -480,6 +495,7 @@ class Engine:
             upper=wanted,
             resident_tokens=resident_tokens,
             capacity_tokens=self.model.num_blocks * self.config.block_size,
+            state_slots=self._resident_states,
         )
         if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
             raise InvalidSetting(
@@ -489,7 +505,23 @@ class Engine:
         return allowed
 
     def _peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
-        return self.model.memory.peak_bytes(chunk=chunk, context=context, resident_tokens=resident_tokens)
+        return self.model.memory.peak_bytes(
+            chunk=chunk, context=context, resident_tokens=resident_tokens, state_slots=self._resident_states
+        )
+
+    @property
+    def _resident_states(self) -> int:
+        return self.states.high_water if self.states is not None else 0
+
+    def _refuse_past_whole(self, num_tokens: int) -> None:
+        """A prompt that must be read whole has to fit whole."""
+        self.scheduler.refuse_too_long(num_tokens)
+        allowed = self.model.memory.largest_chunk(start=0, budget_bytes=self.model.budget_bytes, upper=num_tokens)
+        if allowed < num_tokens:
+            raise PromptTooLong(
+                f"The prompt has {num_tokens} tokens and this model must read it whole ({self.lane.reason}); the "
+                f"memory budget allows {allowed}. Shorten it or raise --memory."
+            )
 
 
 def _sampling_params(values: dict[str, Any]) -> SamplingParams:

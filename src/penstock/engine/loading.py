@@ -11,7 +11,7 @@ import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
-from penstock.cache.storage import KvStorage
+from penstock.cache.storage import KvStorage, StateStorage
 from penstock.config import EngineConfig
 from penstock.engine.planning import (
     CPU_TILING,
@@ -24,12 +24,13 @@ from penstock.engine.planning import (
 )
 from penstock.errors import InvalidSetting
 from penstock.lanes.graphs import SIZES, DecodeGraphs
-from penstock.lanes.lane import SEQ2SEQ_SOURCE, Lane, pick_lane
+from penstock.lanes.lane import GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, pick_lane
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles, resolve
+from penstock.models.generic_spec import GenericSpec
 from penstock.models.gguf import read_gguf
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.models.weights import open_weights
@@ -50,7 +51,7 @@ LARGEST_MMAP_THRESHOLD = 32 * 2**20
 class LoadedModel:
     name: str
     identity: str
-    spec: DecoderSpec | Seq2SeqSpec
+    spec: DecoderSpec | GenericSpec | Seq2SeqSpec
     lane: Lane
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -76,13 +77,18 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         from penstock.engine.seq2seq_loading import load_seq2seq
 
         return load_seq2seq(files, facts, config, device)
+    if facts.id == GENERIC_TEXT:
+        from penstock.engine.generic_loading import load_generic
+
+        return load_generic(files, facts, config, device)
     spec = decoder_spec(files.config)
     dtype = choose_dtype(config.dtype, files.config, device.type)
     parts = load_tokenizer(files)
     tokenizer = Tokenizer(parts.backend)
     gpu = gpu_memory(device)
-    memory = memory_model(files, config, dtype, gpu.runtime_bytes if gpu else resident_bytes(), device.type)
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
+    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes()
+    memory = memory_model(files, config, dtype, runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
     num_blocks = -(-num_tokens // config.block_size)
@@ -90,22 +96,23 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     decoder = Decoder(spec, dtype=torch_dtype, device=device)
     decoder.load(open_weights(files))
     storage = KvStorage(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_attention_layers,
         num_slots=num_blocks * config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         dtype=torch_dtype,
         device=device,
     )
-    attention = attention_backend(storage, config.block_size, spec)
+    attention = attention_backend(storage, config.block_size, spec.num_heads)
     graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
+    states = state_storage(spec, memory, torch_dtype, device)
     return LoadedModel(
         name=name,
         identity=f"{files.identity}:{dtype}",
         spec=spec,
-        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs),
+        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states),
         tokenizer=tokenizer,
-        chat_template=_chat_template(parts),
+        chat_template=chat_template(parts),
         eos_ids=parts.eos_ids,
         memory=memory,
         budget_bytes=budget,
@@ -117,21 +124,37 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     )
 
 
-def attention_backend(storage: KvStorage, block_size: int, spec: DecoderSpec) -> AttentionBackend:
+def state_storage(
+    spec: DecoderSpec, memory: MemoryModel, dtype: torch.dtype, device: torch.device
+) -> StateStorage | None:
+    """None where no layer is recurrent."""
+    if spec.recurrent is None:
+        return None
+    return StateStorage(
+        layers=spec.recurrent_layers,
+        num_slots=memory.num_running_states + memory.num_checkpoints,
+        matrix_shape=spec.recurrent.matrix_shape,
+        tail_shape=spec.recurrent.tail_shape,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def attention_backend(storage: KvStorage, block_size: int, num_heads: int) -> AttentionBackend:
     if storage.device.type == "cpu":
         return CpuAttention(storage, block_size)
     try:
         from penstock.attention.cuda import CudaAttention
     except ImportError as error:
         raise InvalidSetting(f"A GPU needs Triton, which is missing ({error}); pip install triton.") from error
-    return CudaAttention(storage, block_size, num_heads=spec.num_heads)
+    return CudaAttention(storage, block_size, num_heads=num_heads)
 
 
 def decode_graphs(
     decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
 ) -> DecodeGraphs | None:
-    """None on a CPU, which has nothing to record."""
-    if decoder.device.type != "cuda":
+    """None on a CPU, which has nothing to record, and where the host takes part in a layer: experts, states."""
+    if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
         return None
     from penstock.attention.cuda import CudaAttention
 
@@ -174,7 +197,7 @@ def _libc_function(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
-def _chat_template(parts: TokenizerParts) -> ChatTemplate | None:
+def chat_template(parts: TokenizerParts) -> ChatTemplate | None:
     if parts.chat_template is None:
         return None
     return ChatTemplate(parts.chat_template, special_tokens=parts.special_tokens)

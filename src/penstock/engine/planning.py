@@ -12,11 +12,21 @@ from typing import Any
 from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidSetting, MemoryTooSmall
-from penstock.lanes.lane import DTYPE_BYTES, SEQ2SEQ_SOURCE, LaneFacts, native_shape, pick_lane
+from penstock.lanes.lane import (
+    DTYPE_BYTES,
+    GENERIC_TEXT,
+    SEQ2SEQ_SOURCE,
+    LaneFacts,
+    generic_shape,
+    native_shape,
+    pick_lane,
+)
 from penstock.lanes.seq2seq_spec import seq2seq_shape, seq2seq_spec
+from penstock.lanes.verdicts import Verdict, Way, judged, load_verdict, verdict_key
 from penstock.models.files import ModelFiles, resolve
+from penstock.models.generic_spec import GenericSpec, estimated_parameters, generic_spec, num_stored_parameters
 from penstock.plan.machine import default_memory_budget, has_fast_bfloat16
-from penstock.plan.memory import AttentionTiling, MemoryModel
+from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 
 GIB = 2**30
@@ -109,17 +119,72 @@ def context_limit(config: EngineConfig, model_context: int) -> tuple[int, list[s
 
 
 def memory_model(
-    files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, device: str = "cpu"
+    files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, budget_bytes: int, device: str = "cpu"
 ) -> MemoryModel:
     is_seq2seq = bool(files.config.get("is_encoder_decoder"))
-    return MemoryModel(
-        shape=seq2seq_shape(seq2seq_spec(files.config), DTYPE_BYTES[dtype])
+    shape = (
+        seq2seq_shape(seq2seq_spec(files.config), DTYPE_BYTES[dtype])
         if is_seq2seq
-        else native_shape(files.config, dtype),
+        else native_shape(files.config, dtype)
+    )
+    num_running, num_checkpoints = state_slots(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes)
+    return MemoryModel(
+        shape=shape,
         tiling=TILINGS[device],
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
+        num_running_states=num_running,
+        num_checkpoints=num_checkpoints,
     )
+
+
+def state_slots(shape: ModelShape, config: EngineConfig, free_bytes: int) -> tuple[int, int]:
+    """(running sequences, checkpoints) whose recurrent state may be resident; at least one sequence runs."""
+    if not shape.state_bytes:
+        return 0, 0
+    num_slots = max(1, int(free_bytes * defaults.STATE_SHARE) // shape.state_bytes)
+    num_checkpoints = min(num_slots // 2, config.max_checkpoints) if config.prefix_cache else 0
+    return min(config.max_running, num_slots - num_checkpoints), num_checkpoints
+
+
+def generic_memory_model(
+    files: ModelFiles,
+    spec: GenericSpec,
+    verdict: Verdict | None,
+    config: EngineConfig,
+    dtype: str,
+    runtime_bytes: int,
+    budget_bytes: int,
+    device: str = "cpu",
+) -> MemoryModel:
+    """Of a model that transformers runs. Before it was checked, layers without keys tell how it will be run."""
+    has_pages = spec.num_kv_layers == spec.num_layers if verdict is None else verdict.way in (Way.PACKED, Way.PAGED)
+    tiling = TILINGS[device]
+    if not has_pages:
+        tiling = AttentionTiling(query_rows=spec.max_context, key_rows=spec.max_context)
+    shape = generic_shape(
+        spec,
+        num_parameters=num_stored_parameters(files) or estimated_parameters(spec),
+        dtype=dtype,
+        keeps_own_cache=not has_pages,
+    )
+    return MemoryModel(
+        shape=shape,
+        tiling=tiling,
+        runtime_bytes=runtime_bytes,
+        block_size=config.block_size,
+        num_running_states=num_own_states(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes),
+    )
+
+
+def num_own_states(shape: ModelShape, config: EngineConfig, free_bytes: int) -> int:
+    """Sequences whose states may be resident where the model keeps them itself, without checkpoints."""
+    return state_slots(shape, dataclasses.replace(config, prefix_cache=False), free_bytes)[0]
+
+
+def kept_verdict(files: ModelFiles, lane: LaneFacts, dtype: str, device: str) -> Verdict | None:
+    """Of an earlier check of this config with these libraries; None when there was none."""
+    return load_verdict(verdict_key(files.config, dtype=dtype, lane=lane.id, backend=device))
 
 
 def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int, device: str = "cpu") -> int:
@@ -151,11 +216,19 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     is_source = lane.id == SEQ2SEQ_SOURCE
     host_bytes = defaults.RUNTIME_BYTES_ESTIMATE + (defaults.TRANSFORMERS_BYTES_ESTIMATE if is_source else 0)
     runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
-    memory = memory_model(files, config, dtype, runtime_bytes, device)
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
+    if lane.id != GENERIC_TEXT:
+        memory = memory_model(files, config, dtype, runtime_bytes, budget, device)
+    else:
+        verdict = kept_verdict(files, lane, dtype, device)
+        lane = judged(lane, verdict, is_strict=config.strict)
+        spec = generic_spec(files.config)
+        memory = generic_memory_model(files, spec, verdict, config, dtype, runtime_bytes, budget, device)
     max_context, warnings = context_limit(config, memory.shape.max_context)
     require_room(memory, config, budget, device)
-    prompt = plan_prompt(memory, prompt_tokens, config, budget, max_context, is_source=is_source)
+    prompt = plan_prompt(
+        memory, prompt_tokens, config, budget, max_context, is_source=is_source, is_whole=lane.reads_whole
+    )
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}

@@ -70,6 +70,17 @@ class Runner:
             rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in plan.chunks),
             sequence_ids=tuple(chunk.sequence_id for chunk in plan.chunks),
             logit_rows=self._tensor(logit_rows),
+            state_slots=tuple(chunk.state.slot for chunk in plan.chunks if chunk.state),
+            state_loads=tuple(
+                (chunk.state.source, chunk.state.slot)
+                for chunk in plan.chunks
+                if chunk.state and chunk.state.source != chunk.state.slot
+            ),
+            state_saves=tuple(
+                (chunk.state.slot, chunk.state.save_to)
+                for chunk in plan.chunks
+                if chunk.state and chunk.state.save_to is not None
+            ),
             source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 

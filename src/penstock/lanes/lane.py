@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import UnknownLane, UnsupportedModel
-from penstock.models.spec import DecoderSpec, decoder_spec, is_supported
+from penstock.models.generic_spec import GenericSpec
+from penstock.models.layer_specs import state_bytes
+from penstock.models.spec import FAMILIES, DecoderSpec, decoder_spec, is_supported
 from penstock.plan.memory import ModelShape
 
 if TYPE_CHECKING:
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from penstock.attention.backend import ForwardInputs
 
 NATIVE_TEXT = "optimized-native-text"
+GENERIC_TEXT = "transformers-generic-text"
 SEQ2SEQ_SOURCE = "transformers-generic-seq2seq-source"
-LANE_IDS = (NATIVE_TEXT, SEQ2SEQ_SOURCE)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -31,20 +33,25 @@ class LaneFacts:
     reason: str
     boundary: str = ""
     mask_mode: str = ""
-    chunked_boundary: str = "any token"  # what `boundary` and `mask_mode` are once the prompt was read in chunks
-    chunked_mask_mode: str = "offset-causal"
+    # What the lane does with this model; not part of the documents.
+    reads_whole: bool = False  # chunks are not exact here: prompts are read in one piece
+    shares_prefixes: bool = True
+    chunk_boundary: str = "any token"
+    chunk_mask_mode: str = "offset-causal"
 
     def after_reading(self, num_chunks: int) -> LaneFacts:
         """The facts of a prompt that was read in that many chunks."""
         if not self.eligible:
             return self
         if num_chunks > 1:
-            return replace(self, applied=True, boundary=self.chunked_boundary, mask_mode=self.chunked_mask_mode)
+            return replace(self, applied=True, boundary=self.chunk_boundary, mask_mode=self.chunk_mask_mode)
+        if self.reads_whole:
+            return replace(self, applied=False)
         reason = "the prompt was read in one chunk" if num_chunks else "the prompt was not read"
         return replace(self, applied=False, reason=reason)
 
     def reading_whole(self, reason: str) -> LaneFacts:
-        return replace(self, eligible=False, applied=False, reason=reason)
+        return replace(self, eligible=False, applied=False, reads_whole=True, reason=reason)
 
 
 class Lane(Protocol):
@@ -60,34 +67,100 @@ class Lane(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Whether a lane can run a model, and why or why not."""
+
+    eligible: bool
+    reason: str
+
+
+def _native_text(config: Mapping[str, Any]) -> Claim:
+    model_type = config.get("model_type")
+    if not is_supported(config):
+        return Claim(eligible=False, reason=f"{model_type} has no native decoder")
+    try:
+        decoder_spec(config)
+    except UnsupportedModel as error:
+        return Claim(eligible=False, reason=str(error).rstrip("."))
+    return Claim(eligible=True, reason=f"{model_type} has a native decoder")
+
+
+def _generic_text(config: Mapping[str, Any]) -> Claim:
+    obstacle = _generic_obstacle(config)
+    if obstacle is not None:
+        return Claim(eligible=False, reason=obstacle)
+    architectures = config.get("architectures") or []
+    names = ", ".join(architectures) or "unnamed"
+    if architectures and not any(name.endswith(CAUSAL_ENDINGS) for name in architectures):
+        return Claim(eligible=False, reason=f"{names} is no causal language model")
+    for part in ("vision_config", "audio_config"):
+        if part in config:
+            return Claim(eligible=False, reason=f"{names} has a {part}: it reads more than text")
+    if config.get("is_encoder_decoder"):
+        return Claim(eligible=False, reason=f"{names} has an encoder beside its decoder")
+    return Claim(eligible=True, reason=f"{config['model_type']} is run by transformers")
+
+
+def _seq2seq_source(config: Mapping[str, Any]) -> Claim:
+    model_type = config.get("model_type")
+    if not config.get("is_encoder_decoder"):
+        return Claim(eligible=False, reason=f"{model_type} is no encoder-decoder model")
+    obstacle = _generic_obstacle(config)
+    return Claim(eligible=obstacle is None, reason=obstacle or f"{model_type} is an encoder-decoder model")
+
+
+def _generic_obstacle(config: Mapping[str, Any]) -> str | None:
+    """What keeps any model from being run by transformers here."""
+    if not config.get("model_type"):
+        return "config.json names no model_type"
+    if config.get("auto_map"):
+        return "the model comes with code of its own (auto_map), and such code is never run"
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        return f"its weights are quantized by {method}, which is not read; take the unquantized ones or a GGUF file"
+    return None
+
+
+CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForCausalLMWithValueHead")
+# In the order of preference. A model goes to the first lane that claims it.
+LANES: Mapping[str, Callable[[Mapping[str, Any]], Claim]] = {
+    NATIVE_TEXT: _native_text,
+    GENERIC_TEXT: _generic_text,
+    SEQ2SEQ_SOURCE: _seq2seq_source,
+}
+LANE_IDS = tuple(LANES)
+
+
 def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
     """The lane for a model, from its own config, and why."""
-    if requested is not None and requested not in LANE_IDS:
-        raise UnknownLane(f"Lane {requested!r} does not exist; lanes are {', '.join(LANE_IDS)}.")
-    model_type = config.get("model_type")
-    if config.get("is_encoder_decoder") and requested in (None, SEQ2SEQ_SOURCE):
-        return LaneFacts(
-            id=SEQ2SEQ_SOURCE,
-            eligible=True,
-            applied=False,
-            reason=f"{model_type} is an encoder-decoder model",
-            chunked_boundary="any row of any layer",
-            chunked_mask_mode="bidirectional",
-        )
-    if requested == SEQ2SEQ_SOURCE:
-        raise UnknownLane(f"Lane {requested!r} is for encoder-decoder models; {model_type!r} is none.")
-    if not is_supported(config):
-        architectures = ", ".join(config.get("architectures") or []) or "unnamed"
-        raise UnsupportedModel(
-            f"The architecture {model_type!r} ({architectures}) is not supported by any lane; {decoder_families()}."
-        )
-    return LaneFacts(id=NATIVE_TEXT, eligible=True, applied=False, reason=f"{model_type} has a native decoder")
+    if requested is not None and requested not in LANES:
+        raise UnknownLane(f"Lane {requested!r} does not exist; lanes are {', '.join(LANES)}.")
+    if requested is not None:
+        claim = LANES[requested](config)
+        if not claim.eligible:
+            raise UnknownLane(f"Lane {requested!r} cannot run this model: {claim.reason}. Leave --lane out.")
+        return _facts(requested, f"{claim.reason}; asked for by --lane")
+    reasons: list[str] = []
+    for lane_id, claims in LANES.items():
+        claim = claims(config)
+        if claim.eligible:
+            return _facts(
+                lane_id, claim.reason if lane_id == SEQ2SEQ_SOURCE else "; ".join([*reasons[:1], claim.reason])
+            )
+        reasons.append(claim.reason)
+    architectures = ", ".join(config.get("architectures") or []) or "unnamed"
+    raise UnsupportedModel(
+        f"The architecture {config.get('model_type')!r} ({architectures}) is not supported by any lane: "
+        f"{'; '.join(dict.fromkeys(reversed(reasons)))}. Native decoders are {', '.join(sorted(FAMILIES))}."
+    )
 
 
-def decoder_families() -> str:
-    from penstock.models.spec import FAMILIES
-
-    return f"supported are {', '.join(sorted(FAMILIES))}"
+def _facts(lane_id: str, reason: str) -> LaneFacts:
+    facts = LaneFacts(id=lane_id, eligible=True, applied=False, reason=reason)
+    if lane_id == SEQ2SEQ_SOURCE:
+        return replace(facts, chunk_boundary="any row of any layer", chunk_mask_mode="bidirectional")
+    return facts
 
 
 def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
@@ -98,15 +171,53 @@ def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=spec.widest_mlp,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters,
         largest_matrix=_largest_matrix(spec),
         dtype_bytes=DTYPE_BYTES[dtype],
         max_context=spec.max_context,
         attends_through_scores=spec.attention_softcap is not None,
+        **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
 
 
+def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
+    if spec.recurrent is None:
+        return {}
+    num_layers = len(spec.recurrent_layers)
+    in_dtype, in_float32 = spec.recurrent.values_per_token
+    return {
+        "num_recurrent_layers": num_layers,
+        "state_bytes": num_layers * state_bytes(spec.recurrent, dtype_bytes),
+        "recurrent_bytes_per_token": in_dtype * dtype_bytes + in_float32 * 4,
+    }
+
+
 def _largest_matrix(spec: DecoderSpec) -> int:
-    return spec.hidden_size * max(2 * spec.intermediate_size, spec.qkv_rows)
+    recurrent_rows = spec.recurrent.widest_rows if spec.recurrent else 0
+    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, recurrent_rows)
+
+
+def generic_shape(
+    spec: GenericSpec, *, num_parameters: int, dtype: str, keeps_own_cache: bool, attends_through_scores: bool = False
+) -> ModelShape:
+    """`keeps_own_cache`: keys grow by copying, and heads are repeated, layer by layer."""
+    item_bytes = DTYPE_BYTES[dtype]
+    copied = 2 * item_bytes * spec.head_size * (spec.num_heads + spec.num_kv_heads)
+    return ModelShape(
+        num_layers=spec.num_kv_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+        num_parameters=num_parameters,
+        largest_matrix=spec.largest_matrix,
+        dtype_bytes=item_bytes,
+        max_context=spec.max_context,
+        attends_through_scores=attends_through_scores,
+        state_bytes=spec.state_bytes,
+        copied_bytes_per_token=copied if keeps_own_cache and spec.num_kv_layers else 0,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.cache.storage import StateStorage
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import LaneFacts
 from penstock.models.decoder import Decoder
@@ -20,21 +21,33 @@ class NativeTextLane:
         shape: ModelShape,
         facts: LaneFacts,
         graphs: DecodeGraphs | None = None,  # None: every step is launched kernel by kernel
+        states: StateStorage | None = None,  # None: the model has no recurrent state
     ) -> None:
         self.decoder = decoder
         self.attention = attention
         self.shape = shape
         self.facts = facts
         self.graphs = graphs
+        self.states = states
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.graphs is not None and self.graphs.fits(inputs):
             hidden_TM = self.graphs.forward(inputs)
         else:
-            self.attention.begin_step(inputs)
-            hidden_TM = self.decoder.forward(inputs, self.attention)
+            hidden_TM = self._forward(inputs)
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
+
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        self.attention.begin_step(inputs)
+        if self.states is None:
+            return self.decoder.forward(inputs, self.attention)
+        for source, target in inputs.state_loads:
+            self.states.copy(source, target)
+        hidden_TM = self.decoder.forward(inputs, self.attention, self.states)
+        for source, target in inputs.state_saves:
+            self.states.copy(source, target)
+        return hidden_TM
 
     def release(self, sequence_id: int) -> None:
         """Nothing: what is kept of a sequence are its blocks, and the scheduler gives them back."""

@@ -6,24 +6,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, Rotation
-from penstock.models.layers import Linear, RmsNorm, gated_activation
+from penstock.cache.storage import StateStorage
+from penstock.models.delta import GatedDelta
+from penstock.models.experts import Experts
+from penstock.models.layer_specs import DeltaSpec
+from penstock.models.layers import GatedMlp, Linear, RmsNorm
+from penstock.models.mamba import Mamba
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    spec: LayerSpec
+class Attention:
+    index: int  # among the layers that have keys and values
     rule: AttentionRule
     qkv: Linear
     output: Linear
-    gate_up: Linear
-    down: Linear
+    sinks_H: torch.Tensor | None  # None: the layer has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    spec: LayerSpec
+    mixer: Attention | GatedDelta | Mamba
+    mlp: GatedMlp | Experts
     norms: dict[str, RmsNorm]  # by their names in the checkpoint; absent ones are not applied
 
 
@@ -37,66 +49,92 @@ class Decoder:
         self.embeddings_VM = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.head_VM = self.embeddings_VM if spec.has_tied_embeddings else torch.empty_like(self.embeddings_VM)
         self.rotaries = {name: Rotary(rotary, device) for name, rotary in spec.rotaries.items()}
-        self.layers = [self._empty_layer(layer) for layer in spec.layers]
+        self.layers = [self._empty_layer(index) for index in range(spec.num_layers)]
         self.final_norm = self._empty_norm(spec.hidden_size)
 
     def load(self, source: WeightSource) -> None:
         for name, destination in self._destinations():
+            for ours, theirs in self.spec.renames:
+                name = name.replace(ours, theirs)
             source.copy_into(destination, name)
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
 
-    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, M] of every token of the step, which `attention` has begun; it keeps keys and values."""
+    def forward(
+        self, inputs: ForwardInputs, attention: AttentionBackend, states: StateStorage | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, M] of every token of the step, which `attention` has begun.
+
+        It keeps keys and values; `states` keeps what recurrent layers carry.
+        """
         rotations = {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
         hidden_TM = self.embeddings_VM[inputs.ids_T]
         if self.spec.embedding_scale is not None:
             # The factor is rounded to the model's dtype, as the reference does.
             hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
         for index, layer in enumerate(self.layers):
-            rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
-            self._attention(index, layer, hidden_TM, rotation, attention)
+            normed = _normed(layer, "input_layernorm", hidden_TM)
+            if isinstance(layer.mixer, GatedDelta | Mamba):
+                assert states is not None, "recurrent layers need their states"
+                mixed = layer.mixer(normed, inputs, states.layers[index])
+            else:
+                rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
+                mixed = self._attended(layer, layer.mixer, normed, rotation, attention)
+            self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM)
             self._mlp(layer, hidden_TM)
         return hidden_TM
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
         logits_LV = torch.nn.functional.linear(self.final_norm(hidden_LM), self.head_VM).float()
+        if self.spec.logit_scale != 1.0:
+            logits_LV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:
             logits_LV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits_LV
 
-    def _attention(
+    def _attended(
         self,
-        index: int,
         layer: Layer,
-        hidden_TM: torch.Tensor,
+        mixer: Attention,
+        normed_TM: torch.Tensor,
         rotation: Rotation | None,
         attention: AttentionBackend,
-    ) -> None:
+    ) -> torch.Tensor:
         spec = self.spec
-        q, k, v = layer.qkv(_normed(layer, "input_layernorm", hidden_TM)).split(
-            [spec.num_heads * spec.head_size, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1
-        )
+        q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
         if spec.qk_norm == "projection":
             q, k = _normed(layer, "self_attn.q_norm", q), _normed(layer, "self_attn.k_norm", k)
-        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (-1, spec.head_size)) for x in (q, k, v))
+        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (heads, -1)) for x, heads in self._heads(q, k, v))
+        gate_THD = None
+        if spec.has_output_gate:
+            q_THD, gate_THD = q_THD.chunk(2, dim=-1)
         if spec.qk_norm == "head":
             q_THD, k_TKD = _normed(layer, "self_attn.q_norm", q_THD), _normed(layer, "self_attn.k_norm", k_TKD)
-        rotated_THD = attention.store(index, q_THD, k_TKD, v_TKD, rotation)
-        attended_THD = attention.attend(index, rotated_THD, layer.rule)
-        self._add(layer, "attention", layer.output, attended_THD.flatten(1), hidden_TM)
+        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation)
+        attended_THD = attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
+        if gate_THD is not None:
+            attended_THD = attended_THD * gate_THD.sigmoid()
+        return attended_THD.flatten(1)
+
+    def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+        yield q, self.spec.num_heads
+        yield k, self.spec.num_kv_heads
+        yield v, self.spec.num_kv_heads
 
     def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
         normed = _normed(layer, self._mlp_input_norm, hidden_TM)
-        gated = gated_activation(layer.gate_up(normed), self.spec.activation)
-        self._add(layer, "mlp", layer.down, gated, hidden_TM)
+        self._add(layer, "mlp", layer.mlp, normed, hidden_TM)
 
-    def _add(self, layer: Layer, part: str, linear: Linear, x: torch.Tensor, hidden_TM: torch.Tensor) -> None:
+    def _add(
+        self, layer: Layer, part: str, last: Linear | GatedMlp | Experts, x: torch.Tensor, hidden_TM: torch.Tensor
+    ) -> None:
         if norm := self._output_norm(part):
-            hidden_TM += layer.norms[norm](linear(x))
+            hidden_TM += layer.norms[norm](last(x))
+        elif self.spec.residual_scale != 1.0:
+            hidden_TM.add_(last(x), alpha=self.spec.residual_scale)
         else:
-            linear.add_to(hidden_TM, x)
+            last.add_to(hidden_TM, x)
 
     def _rotation(self, rotary: Rotary, inputs: ForwardInputs) -> Rotation:
         if len(set(inputs.rotary_variants)) <= 1:
@@ -124,28 +162,47 @@ class Decoder:
             return None
         return "post_attention_layernorm" if part == "attention" else "post_feedforward_layernorm"
 
-    def _empty_layer(self, layer: LayerSpec) -> Layer:
-        spec = self.spec
-        place = {"dtype": self.dtype, "device": self.device}
+    def _empty_layer(self, index: int) -> Layer:
+        spec, layer = self.spec, self.spec.layers[index]
         names = []
         if spec.norms_inputs:
             names += ["input_layernorm", self._mlp_input_norm]
         if spec.norms_outputs:
             names += ["post_attention_layernorm", "post_feedforward_layernorm"]
         norms = {name: self._empty_norm(spec.hidden_size) for name in names}
-        if spec.qk_norm is not None:
+        if spec.qk_norm is not None and not layer.is_recurrent:
             per_head = spec.qk_norm == "head"
             norms["self_attn.q_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_heads))
             norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
-        width, inner = spec.hidden_size, spec.intermediate_size
-        return Layer(
-            spec=layer,
+        return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(layer), norms=norms)
+
+    def _empty_mixer(self, index: int) -> Attention | GatedDelta | Mamba:
+        spec, layer, width = self.spec, self.spec.layers[index], self.spec.hidden_size
+        place: Any = {"dtype": self.dtype, "device": self.device}
+        if layer.is_recurrent:
+            assert spec.recurrent is not None
+            if isinstance(spec.recurrent, DeltaSpec):
+                return GatedDelta.empty(spec.recurrent, width, spec.norm_eps, **place)
+            return Mamba.empty(spec.recurrent, width, spec.norm_eps, **place)
+        return Attention(
+            index=sum(not earlier.is_recurrent for earlier in spec.layers[:index]),
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
             qkv=Linear.empty(spec.qkv_rows, width, bias=spec.qkv_bias, **place),
             output=Linear.empty(width, spec.num_heads * spec.head_size, bias=spec.output_bias, **place),
-            gate_up=Linear.empty(2 * inner, width, bias=spec.mlp_bias, **place),
-            down=Linear.empty(width, inner, bias=spec.mlp_bias, **place),
-            norms=norms,
+            sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
+        )
+
+    def _empty_mlp(self, layer: LayerSpec) -> GatedMlp | Experts:
+        spec = self.spec
+        place: Any = {"dtype": self.dtype, "device": self.device}
+        if layer.has_experts:
+            assert spec.experts is not None
+            return Experts.empty(spec.experts, spec.hidden_size, spec.activation, **place)
+        inner = spec.intermediate_size
+        return GatedMlp(
+            gate_up=Linear.empty(2 * inner, spec.hidden_size, bias=spec.mlp_bias, **place),
+            down=Linear.empty(spec.hidden_size, inner, bias=spec.mlp_bias, **place),
+            activation=spec.activation,
         )
 
     def _empty_norm(self, size: int) -> RmsNorm:
@@ -166,18 +223,35 @@ class Decoder:
             prefix = f"model.layers.{index}"
             for name, norm in layer.norms.items():
                 yield f"{prefix}.{name}.weight", norm.weight
-            yield from self._projections(f"{prefix}.self_attn", layer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-            yield from self._projections(f"{prefix}.self_attn", layer.output, ("o_proj",), "o_proj")
-            yield from self._projections(f"{prefix}.mlp", layer.gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
-            yield from self._projections(f"{prefix}.mlp", layer.down, ("down_proj",), "down_proj")
+            yield from self._mixer_destinations(prefix, layer.mixer)
+            if isinstance(layer.mlp, Experts):
+                yield from layer.mlp.destinations(prefix)
+                continue
+            gate_up, down = layer.mlp.gate_up, layer.mlp.down
+            yield from self._projections(f"{prefix}.mlp", gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
+            yield from self._projections(f"{prefix}.mlp", down, ("down_proj",), "down_proj")
+
+    def _mixer_destinations(
+        self, prefix: str, mixer: Attention | GatedDelta | Mamba
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(mixer, GatedDelta | Mamba):
+            yield from mixer.destinations(f"{prefix}.{'linear_attn' if isinstance(mixer, GatedDelta) else 'mamba'}")
+            return
+        yield from self._projections(f"{prefix}.self_attn", mixer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        yield from self._projections(f"{prefix}.self_attn", mixer.output, ("o_proj",), "o_proj")
+        if mixer.sinks_H is not None:
+            yield f"{prefix}.self_attn.sinks", mixer.sinks_H
 
     def _projections(
         self, prefix: str, linear: Linear, parts: tuple[str, ...], fused: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
         spec = self.spec
-        names = (fused,) if spec.has_fused_projections else parts
+        is_fused = (
+            spec.has_fused_qkv if fused == "qkv_proj" else spec.has_fused_mlp if fused == "gate_up_proj" else False
+        )
+        names = (fused,) if is_fused else parts
         kv_rows = spec.num_kv_heads * spec.head_size
-        sizes = {"q_proj": spec.num_heads * spec.head_size, "k_proj": kv_rows, "v_proj": kv_rows}
+        sizes = {"q_proj": spec.q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         sizes |= {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         row = 0
         for name in names:

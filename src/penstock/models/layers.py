@@ -1,6 +1,6 @@
 """The parts of a decoder: plain tensors and the functions over them."""
 
-# T tokens, I inputs, O outputs, F intermediate size
+# T tokens, M hidden size, I inputs, O outputs, F intermediate size
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ class Linear:
             out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return self.down(gated_activation(self.gate_up(x_TM), self.activation))
+
+    def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
+        self.down.add_to(out_TM, gated_activation(self.gate_up(x_TM), self.activation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.models.layer_specs import DeltaSpec, ExpertNames, ExpertsSpec, MambaSpec, RecurrentSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -30,6 +31,8 @@ class RotarySpec:
 class LayerSpec:
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all
     rotary: str | None  # key into DecoderSpec.rotaries; None: no position encoding
+    has_experts: bool = False
+    is_recurrent: bool = False  # carries state in place of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,29 +61,64 @@ class DecoderSpec:
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    has_fused_projections: bool = False  # phi3 stores qkv and gate/up as one matrix each
+    has_fused_qkv: bool = False  # in the checkpoint: one matrix
+    has_fused_mlp: bool = False
+    has_sinks: bool = False  # a logit per head that takes a share of attention and gives nothing
+    experts: ExpertsSpec | None = None  # of the layers that have them
+    has_output_gate: bool = False  # queries come with a gate for what is attended
+    recurrent: RecurrentSpec | None = None  # of the layers that are
+    residual_scale: float = 1.0  # of what a layer adds
+    logit_scale: float = 1.0
+    renames: tuple[tuple[str, str], ...] = ()  # (our part of a name, the checkpoint's)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return tuple(index for index, layer in enumerate(self.layers) if layer.is_recurrent)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - len(self.recurrent_layers)
+
+    @property
+    def q_rows(self) -> int:
+        return self.num_heads * self.head_size * (2 if self.has_output_gate else 1)
+
+    @property
     def qkv_rows(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        return self.q_rows + 2 * self.num_kv_heads * self.head_size
 
     @property
     def num_parameters(self) -> int:
         heads = self.num_heads * self.head_size
         attention = self.qkv_rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
+        attention += self.num_heads * self.has_sinks
         mlp = 3 * self.intermediate_size * self.hidden_size
         mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        num_sparse = sum(layer.has_experts for layer in self.layers)
+        sparse = self.experts.num_parameters(self.hidden_size) if self.experts else 0
         norms = 2 * self.hidden_size * (self.norms_inputs + self.norms_outputs)
         if self.qk_norm == "head":
-            norms += 2 * self.head_size
+            attention += 2 * self.head_size
         elif self.qk_norm == "projection":
-            norms += heads + self.num_kv_heads * self.head_size
+            attention += heads + self.num_kv_heads * self.head_size
+        recurrent = len(self.recurrent_layers) * (
+            self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
+        )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms) + self.hidden_size + embeddings
+        mlps = (self.num_layers - num_sparse) * mlp + num_sparse * sparse
+        mixers = self.num_attention_layers * attention + recurrent
+        return mixers + self.num_layers * norms + mlps + self.hidden_size + embeddings
+
+    @property
+    def widest_mlp(self) -> int:
+        """Intermediate values of a token in the layer that has most; all tokens may choose one expert."""
+        is_dense = not all(layer.has_experts for layer in self.layers)
+        of_experts = max(self.experts.intermediate_size, self.experts.shared_size) if self.experts else 0
+        return max(of_experts, self.intermediate_size if is_dense else 0)
 
     def rotary_variant(self, prompt_tokens: int) -> str:
         variants = {rotary.variant(prompt_tokens) for rotary in self.rotaries.values()}
@@ -99,8 +137,33 @@ class _Family:
     tied_by_default: bool = False
     sliding: Literal["none", "all", "by-layer-type"] = "none"
     traits: Mapping[str, Any] = field(default_factory=dict)
+    experts: str | None = None  # key into EXPERT_NAMES
+    normalizes_chosen: bool = True  # what a config without norm_topk_prob means
+    recurrent: Literal["delta", "mamba"] | None = None
 
 
+EXPERT_NAMES: Mapping[str, ExpertNames] = {
+    "qwen": ExpertNames(),
+    "mixtral": ExpertNames(
+        router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+    ),
+    "gpt-oss": ExpertNames(router="mlp.router", layout="inputs first", gate="gate_up_proj"),
+    "granite": ExpertNames(
+        router="block_sparse_moe.router.layer",
+        experts="block_sparse_moe",
+        layout="outputs first",
+        gate="input_linear.weight",
+        down="output_linear.weight",
+        shared="shared_mlp",
+    ),
+}
+_QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
+_BAMBA_NAMES = (
+    ("post_attention_layernorm", "pre_ff_layernorm"),
+    (".mlp.", ".feed_forward."),
+    ("model.norm.", "model.final_layernorm."),
+)
+_GRANITE_NAMES = (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear"))
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
 
 FAMILIES: Mapping[str, _Family] = {
@@ -109,8 +172,21 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen2": _Family(sliding="by-layer-type", traits={"qkv_bias": True}),
     "qwen3": _Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
     "smollm3": _Family(theta=2_000_000.0, tied_by_default=True, sliding="by-layer-type"),
-    "phi3": _Family(sliding="all", traits={"has_fused_projections": True}),
+    "phi3": _Family(sliding="all", traits={"has_fused_qkv": True, "has_fused_mlp": True}),
     "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
+    "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
+    "qwen3_next": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta"),
+    "qwen3_5_text": _Family(traits=_QWEN_HYBRID, recurrent="delta"),
+    "qwen3_5_moe_text": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta"),
+    "mixtral": _Family(theta=1_000_000.0, sliding="all", experts="mixtral"),
+    "gpt_oss": _Family(theta=150_000.0, sliding="by-layer-type", traits={"has_sinks": True}, experts="gpt-oss"),
+    "bamba": _Family(recurrent="mamba", traits={"renames": _BAMBA_NAMES}),
+    "granitemoehybrid": _Family(
+        recurrent="mamba",
+        experts="granite",
+        tied_by_default=True,
+        traits={"has_fused_mlp": True, "renames": _GRANITE_NAMES},
+    ),
     "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", traits=_GEMMA),
     "gemma3_text": _Family(
         theta=1_000_000.0, tied_by_default=True, sliding="by-layer-type", traits={**_GEMMA, "qk_norm": "head"}
@@ -175,8 +251,23 @@ def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -
         "embedding_scale": hidden_size**0.5 if is_gemma else None,
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
+        "experts": _experts(family, config),
+        "recurrent": _recurrent(model_type, family, config),
     }
+    if model_type == "granitemoehybrid":
+        values |= _granite_scales(config)
     return DecoderSpec(**(values | dict(family.traits)))
+
+
+def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Its multipliers, and the width of what is its only feed-forward part where it has no experts."""
+    return {
+        "intermediate_size": int(config["shared_intermediate_size"]),
+        "embedding_scale": float(config.get("embedding_multiplier", 1.0)),
+        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "residual_scale": float(config.get("residual_multiplier", 1.0)),
+        "logit_scale": 1 / float(config.get("logits_scaling", 1.0)),
+    }
 
 
 def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_layers: int) -> tuple[LayerSpec, ...]:
@@ -184,9 +275,15 @@ def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_lay
     if family.sliding == "none" or (config.get("use_sliding_window") is False):
         window = None
     is_sliding = [family.sliding == "all"] * num_layers
+    is_recurrent = [False] * num_layers
+    if family.recurrent:
+        kinds = _layer_types(model_type, config, num_layers)
+        is_recurrent = [kind in ("linear_attention", "mamba") for kind in kinds]
     if family.sliding == "by-layer-type":
         is_sliding = [kind == "sliding_attention" for kind in _layer_types(model_type, config, num_layers)]
     has_rotary = [True] * num_layers
+    if model_type == "granitemoehybrid":
+        has_rotary = [config.get("position_embedding_type") == "rope"] * num_layers
     if model_type == "smollm3":
         interval = int(config.get("no_rope_layer_interval") or 4)
         given = config.get("no_rope_layers")
@@ -199,9 +296,80 @@ def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_lay
             else "local"
             if model_type == "gemma3_text" and is_sliding[i]
             else "global",
+            has_experts=_has_experts(family, config, i),
+            is_recurrent=is_recurrent[i],
         )
         for i in range(num_layers)
     )
+
+
+def _experts(family: _Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
+    if family.experts is None:
+        return None
+    count = config["num_experts"] if config.get("num_local_experts") is None else config["num_local_experts"]
+    if not count:
+        return None
+    is_clamped = family.experts == "gpt-oss"
+    return ExpertsSpec(
+        num_experts=int(count),
+        num_active=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+        normalizes_chosen=bool(config.get("norm_topk_prob", family.normalizes_chosen)),
+        names=EXPERT_NAMES[family.experts],
+        has_biases=is_clamped,
+        clamp=float(config.get("swiglu_limit", 7.0)) if is_clamped else None,
+        clamp_alpha=float(config.get("swiglu_alpha", 1.702)),
+        shared_size=int(config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size") or 0),
+        has_shared_gate=family.experts != "granite",
+    )
+
+
+def _recurrent(model_type: str, family: _Family, config: Mapping[str, Any]) -> RecurrentSpec | None:
+    if family.recurrent == "delta":
+        key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+        if value_heads % key_heads:
+            raise ValueError(f"{value_heads} value heads over {key_heads} key heads")
+        return DeltaSpec(
+            num_key_heads=key_heads,
+            num_value_heads=value_heads,
+            key_size=int(config["linear_key_head_dim"]),
+            value_size=int(config["linear_value_head_dim"]),
+            conv_width=int(config["linear_conv_kernel_dim"]),
+            is_grouped=model_type == "qwen3_next",
+        )
+    return _mamba(config) if family.recurrent == "mamba" else None
+
+
+def _mamba(config: Mapping[str, Any]) -> MambaSpec:
+    heads, groups = int(config["mamba_n_heads"]), int(config["mamba_n_groups"])
+    inner = int(config.get("mamba_expand", 2) * int(config["hidden_size"]))
+    head_size = config.get("mamba_d_head", "auto")
+    head_size = inner // heads if head_size == "auto" else int(head_size)
+    if heads % groups or heads * head_size != inner:
+        raise ValueError(f"{heads} heads of {head_size} in {groups} groups for {inner} channels")
+    low, high = (_float(limit) for limit in config.get("time_step_limit") or (0.0, float("inf")))
+    return MambaSpec(
+        num_heads=heads,
+        head_size=head_size,
+        num_groups=groups,
+        state_size=int(config["mamba_d_state"]),
+        conv_width=int(config["mamba_d_conv"]),
+        has_conv_bias=bool(config.get("mamba_conv_bias", True)),
+        has_bias=bool(config.get("mamba_proj_bias", False)),
+        time_step_limits=(low, high),
+    )
+
+
+def _float(value: Any) -> float:
+    """JSON has no infinity; configs spell it as an object."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)
+
+
+def _has_experts(family: _Family, config: Mapping[str, Any], layer: int) -> bool:
+    if family.experts is None or config.get("num_local_experts") == 0:
+        return False
+    is_dense = layer in (config.get("mlp_only_layers") or ())
+    return not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
 def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -209,10 +377,18 @@ def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) ->
         if len(given) < num_layers:
             raise ValueError(f"{len(given)} layer_types for {num_layers} layers")
         return list(given)
+    if model_type == "bamba":
+        attends = set(config.get("attn_layer_indices") or ())
+        return ["full_attention" if i in attends else "mamba" for i in range(num_layers)]
+    if model_type == "granitemoehybrid":
+        return ["mamba"] * num_layers
+    if FAMILIES[model_type].recurrent:
+        interval = int(config.get("full_attention_interval") or 4)
+        return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
     if model_type == "gemma3_text":
         pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
         sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
-    elif model_type == "gemma2":
+    elif model_type in ("gemma2", "gpt_oss"):
         sliding = [i % 2 == 0 for i in range(num_layers)]
     elif model_type == "smollm3":
         sliding = [False] * num_layers

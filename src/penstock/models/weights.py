@@ -24,6 +24,8 @@ from penstock.models.gguf_translation import HfTensor, hf_tensors
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
 MAX_HEADER_BYTES = 100 << 20
+MXFP4_ITEMS = 32  # values that share a scale
+MXFP4_VALUES = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 FULL_PRECISION = frozenset({"F32", "F64"})
 FLOATS = frozenset({"F16", "BF16", *FULL_PRECISION})
 
@@ -156,6 +158,9 @@ class SafetensorsWeights:
 
     @torch.no_grad()
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
+        if name not in self._tensors and f"{name}_blocks" in self._tensors:
+            self._copy_mxfp4(destination.detach(), name)
+            return
         tensor = self._find(name)
         if tensor.dtype not in DTYPES:
             raise UnsupportedModel(
@@ -175,6 +180,32 @@ class SafetensorsWeights:
             values = buffer[: part.numel()]
             _read_into(tensor.path, tensor.offset + start * dtype.itemsize, values)
             part.copy_(values.view(part.shape))
+
+    def _copy_mxfp4(self, destination: torch.Tensor, name: str) -> None:
+        """Blocks of 32 four-bit values with a power of two each. Their rows are outputs, the plain tensor's inputs."""
+        blocks, scales = self._find(f"{name}_blocks"), self._find(f"{name}_scales")
+        transposed = destination.transpose(-1, -2)
+        shape = (*transposed.shape[:-1], transposed.shape[-1] // MXFP4_ITEMS)
+        if (blocks.shape, scales.shape) != ((*shape, MXFP4_ITEMS // 2), shape) or {blocks.dtype, scales.dtype} != {
+            "U8"
+        }:
+            raise InvalidModelFile(
+                f"{blocks.path}: {name!r} has blocks {blocks.shape} and scales {scales.shape}, the model's config asks "
+                f"for scales {shape}; take config and weights from the same model."
+            )
+        assert transposed.is_contiguous(), "blocks go to whole rows"
+        for part, start in _slices(transposed.view(-1), 0, 4, MXFP4_ITEMS):
+            codes = torch.empty(part.numel() // 2, dtype=torch.uint8)
+            powers = torch.empty(part.numel() // MXFP4_ITEMS, dtype=torch.uint8)
+            _read_into(blocks.path, blocks.offset + start // 2, codes)
+            _read_into(scales.path, scales.offset + start // MXFP4_ITEMS, powers)
+            part.copy_(mxfp4_values(codes, powers))
+
+
+def mxfp4_values(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """Float32 values of packed codes, the low half of a byte first, scaled by 2 ** (power - 127) per 32 of them."""
+    values = torch.tensor(MXFP4_VALUES)[torch.stack([codes & 15, codes >> 4], -1).int()]
+    return torch.ldexp(values.view(-1, MXFP4_ITEMS), (powers.int() - 127)[:, None]).view(-1)
 
 
 def read_safetensors_header(path: Path) -> dict[str, _StoredTensor]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.config import CHECKPOINT_TOKENS
 from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
 
 MB = 1e6
 LOGIT_BYTES = 4  # logits are sampled in float32
+NUM_TOKENS_WITHOUT_KV = 2**30  # a recurrent model's tokens cost nothing; another limit will hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,11 @@ class ModelShape:
     dtype_bytes: int
     max_context: int
     attends_through_scores: bool = False  # softcaps: scores are materialised tile by tile
+    num_recurrent_layers: int = 0  # without keys and values
+    state_bytes: int = 0  # of one sequence, in all recurrent layers
+    recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
+    copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
 
     @property
     def weight_bytes(self) -> int:
@@ -34,7 +40,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        keys_and_values = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        num_layers = self.num_layers - self.num_recurrent_layers
+        keys_and_values = 2 * num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
         return keys_and_values + self.state_bytes_per_token
 
 
@@ -54,6 +61,13 @@ class MemoryModel:
     tiling: AttentionTiling
     runtime_bytes: int
     block_size: int
+    num_running_states: int = 0  # slots of the pool, where the model has recurrent state
+    num_checkpoints: int = 0
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Of one sequence of that many tokens: its own state and the checkpoints that are kept on the way."""
+        num_kept = min(self.num_checkpoints, num_tokens // CHECKPOINT_TOKENS + 2)
+        return (1 + num_kept) * self.shape.state_bytes
 
     def kv_bytes(self, num_tokens: int) -> int:
         num_blocks = -(-num_tokens // self.block_size)
@@ -67,15 +81,21 @@ class MemoryModel:
         """Logits in the model's dtype, in float32, and their softmax."""
         return num_rows * self.shape.vocab_size * (self.shape.dtype_bytes + 2 * LOGIT_BYTES)
 
-    def peak_bytes(self, *, chunk: int, context: int, resident_tokens: int | None = None, logit_rows: int = 1) -> int:
-        """`resident_tokens`: all tokens whose KV is resident, where more than this sequence's `context`."""
-        kv_tokens = context if resident_tokens is None else max(resident_tokens, context)
-        return self.fixed_bytes(kv_tokens, logit_rows) + self.activation_bytes(chunk, context)
+    def peak_bytes(
+        self, *, chunk: int, context: int, resident_tokens: int | None = None, state_slots: int | None = None
+    ) -> int:
+        """`resident_tokens`: all tokens whose KV is resident, where more than this sequence's `context`.
 
-    def fixed_bytes(self, kv_tokens: int, logit_rows: int = 1) -> int:
+        `state_slots`: those that are resident, where known.
+        """
+        kv_tokens = context if resident_tokens is None else max(resident_tokens, context)
+        return self.fixed_bytes(kv_tokens, state_slots) + self.activation_bytes(chunk, context)
+
+    def fixed_bytes(self, kv_tokens: int, state_slots: int | None = None) -> int:
         """All but the activations."""
         resident = self.runtime_bytes + self.shape.weight_bytes
-        return resident + self.kv_bytes(kv_tokens) + self.logits_bytes(logit_rows)
+        states = self.state_bytes(kv_tokens) if state_slots is None else state_slots * self.shape.state_bytes
+        return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(1)
 
     def largest_chunk(
         self,
@@ -85,6 +105,7 @@ class MemoryModel:
         upper: int,
         resident_tokens: int = 0,
         capacity_tokens: int | None = None,
+        state_slots: int | None = None,
     ) -> int:
         """The most tokens after `start` whose peak stays within the budget; 0 if not even one does."""
 
@@ -93,7 +114,8 @@ class MemoryModel:
             resident = max(resident_tokens + chunk, context)
             if capacity_tokens is not None:
                 resident = min(resident, capacity_tokens)
-            return self.peak_bytes(chunk=chunk, context=context, resident_tokens=resident) <= budget_bytes
+            peak = self.peak_bytes(chunk=chunk, context=context, resident_tokens=resident, state_slots=state_slots)
+            return peak <= budget_bytes
 
         low, high = 0, upper
         while low < high:
@@ -103,8 +125,12 @@ class MemoryModel:
 
     def kv_capacity(self, *, budget_bytes: int, chunk: int) -> int:
         """Tokens whose KV fits the budget beside the smallest chunk that must still run; a whole number of blocks."""
-        fixed = self.peak_bytes(chunk=chunk, context=chunk, resident_tokens=0) - self.kv_bytes(chunk)
-        num_tokens = max(0, budget_bytes - fixed) // self.shape.kv_bytes_per_token
+        slots = self.num_running_states + self.num_checkpoints
+        fixed = self.peak_bytes(chunk=chunk, context=chunk, resident_tokens=0, state_slots=slots) - self.kv_bytes(chunk)
+        free = max(0, budget_bytes - fixed)
+        # Besides its KV, a token of the context may be copied by the layer that attends to it.
+        per_token = self.shape.kv_bytes_per_token + self.shape.copied_bytes_per_token
+        num_tokens = free // per_token if per_token else NUM_TOKENS_WITHOUT_KV * (free > 0)
         return num_tokens // self.block_size * self.block_size
 
     def _linear_bytes(self, chunk: int) -> int:
@@ -114,15 +140,16 @@ class MemoryModel:
         kv_heads = shape.num_kv_heads * shape.head_size
         attention = (heads + 2 * kv_heads) + heads + (heads + kv_heads)
         mlp = 3 * shape.intermediate_size + shape.hidden_size
-        per_token = 2 * shape.hidden_size + max(attention, mlp)
+        widest_bytes = max(max(attention, mlp) * shape.dtype_bytes, shape.recurrent_bytes_per_token)
         norm_in_float32 = 2 * shape.hidden_size * 4
-        return chunk * (per_token * shape.dtype_bytes + norm_in_float32)
+        return chunk * (2 * shape.hidden_size * shape.dtype_bytes + widest_bytes + norm_in_float32)
 
     def _attention_bytes(self, chunk: int, context: int) -> int:
         """Two partial results per query tile in float32; scores only where the kernel does not keep them in tiles."""
         shape = self.shape
         rows = min(chunk, self.tiling.query_rows)
         partial = 3 * rows * shape.num_heads * (shape.head_size * 4 + 8)
+        partial += shape.copied_bytes_per_token * context
         if shape.attends_through_scores:
             keys = min(context, self.tiling.key_rows)
             return partial + rows * shape.num_heads * keys * (2 * 4 + shape.dtype_bytes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting
+from penstock.plan.chunks import Stops, chunk_end
 from penstock.plan.memory import MemoryModel
 
 GIB = 2**30
@@ -36,13 +37,19 @@ def plan_prompt(
     max_context: int,
     *,
     is_source: bool = False,
+    is_whole: bool = False,
 ) -> PromptPlan:
     """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows.
 
     A source that an encoder reads is all there from its first chunk on; its chunks are those of one pass.
+    `is_whole`: the lane does not read this model in chunks, so what does not fit whole does not fit.
     """
-    upper = chunk_upper_bound(config, prompt_tokens)
+    upper = prompt_tokens if is_whole else chunk_upper_bound(config, prompt_tokens)
+    has_state = memory.shape.state_bytes > 0
+    stops = Stops(end=prompt_tokens, boundary=memory.block_size if memory.num_checkpoints else 1)
+    overlap = 0 if has_state else config.overlap
     sizes: list[int] = []
+    lowered: list[int] = []  # by the memory budget
     peak, start = 0, 0
     # One more token is the answer's, which has positions of its own beside a source.
     has_positions = prompt_tokens <= max_context if is_source else prompt_tokens < max_context
@@ -51,14 +58,16 @@ def plan_prompt(
         wanted = min(upper, prompt_tokens - start)
         context = prompt_tokens if is_source else start
         allowed = memory.largest_chunk(start=context, budget_bytes=budget_bytes, upper=wanted)
-        fits = fits and allowed > 0
-        chunk = allowed or wanted
+        fits = fits and (allowed == wanted if is_whole else allowed > 0)
+        chunk = chunk_end(start, wanted if is_whole else allowed or wanted, stops).position - start
         sizes.append(chunk)
-        start += max(1, chunk - (config.overlap if start + chunk < prompt_tokens else 0))
-        context = prompt_tokens if is_source else min(start + config.overlap, prompt_tokens)
+        if 0 < allowed < wanted:
+            lowered.append(chunk)
+        start += max(1, chunk - (overlap if start + chunk < prompt_tokens else 0))
+        context = prompt_tokens if is_source else min(start + overlap, prompt_tokens)
         peak = max(peak, memory.peak_bytes(chunk=chunk, context=context))
     chunk_size = max(sizes, default=0)
-    adjustments = _adjustments(config, sizes, prompt_tokens, budget_bytes)
+    adjustments = _adjustments(config, stops, lowered, sizes, budget_bytes)
     if not has_positions:
         lack = "are past" if is_source else "leave no room for an answer in"
         adjustments.append(f"{prompt_tokens} tokens {lack} the context of {max_context}")
@@ -69,7 +78,7 @@ def plan_prompt(
         runtime_bytes=memory.runtime_bytes,
         weight_bytes=memory.shape.weight_bytes,
         kv_bytes=memory.kv_bytes(prompt_tokens),
-        state_bytes=0,
+        state_bytes=memory.state_bytes(prompt_tokens),
         # What the peak leaves beside the rest: under a tight budget the last chunks are smaller than the first.
         activation_bytes=max(0, peak - memory.fixed_bytes(prompt_tokens)),
         logits_bytes=memory.logits_bytes(1),
@@ -86,17 +95,27 @@ def chunk_upper_bound(config: EngineConfig, prompt_tokens: int) -> int:
     return config.chunk_size or config.max_chunk_size
 
 
-def _adjustments(config: EngineConfig, sizes: list[int], prompt_tokens: int, budget_bytes: int) -> list[str]:
+def _adjustments(
+    config: EngineConfig, stops: Stops, lowered: list[int], sizes: list[int], budget_bytes: int
+) -> list[str]:
     found: list[str] = []
-    asked = config.chunk_size
-    shrunk = bool(sizes) and asked is not None and max(sizes) < min(asked or prompt_tokens, prompt_tokens)
-    if not shrunk and asked and len(sizes) > 1:
-        shrunk = min(sizes[:-1]) < asked
-    if shrunk:
-        name = "the whole prompt" if asked == 0 else f"chunk size {asked}"
-        lowered = f"{min(sizes[:-1] or sizes)} to {max(sizes)}"
-        message = f"{name} lowered to {lowered} by the memory budget of {budget_bytes / GIB:.2f} GiB"
-        if config.strict:
-            raise InvalidSetting(f"--strict: {message}. Raise --memory or lower --chunk-size.")
-        found.append(message)
+    asked, boundary = config.chunk_size, stops.boundary
+    name = "the whole prompt" if asked == 0 else f"chunk size {asked}"
+    if lowered and asked is not None:
+        found.append(
+            f"{name} lowered to {min(lowered)} to {max(sizes)} by the memory budget of {budget_bytes / GIB:.2f} GiB"
+        )
+        _refuse_if_strict(config, found[-1], "Raise --memory or lower --chunk-size.")
+    if asked and asked < stops.end and asked % boundary:
+        kept = f"{asked // boundary * boundary}" if asked > boundary else f"{asked} or less"
+        found.append(f"{name} is {kept}: chunks end with blocks of {boundary}, where recurrent state can be saved")
+        _refuse_if_strict(config, found[-1], f"Make --chunk-size a multiple of {boundary}.")
+    if config.overlap and boundary > 1:
+        found.append(f"overlap {config.overlap} is 0: recurrent state cannot go back over tokens")
+        _refuse_if_strict(config, found[-1], "Leave --overlap out.")
     return found
+
+
+def _refuse_if_strict(config: EngineConfig, what: str, way_out: str) -> None:
+    if config.strict:
+        raise InvalidSetting(f"--strict: {what}. {way_out}")

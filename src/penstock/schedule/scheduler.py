@@ -7,12 +7,14 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
 from penstock.cache.blocks import BlockPool
-from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
+from penstock.cache.prefix import PrefixCache
+from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
-from penstock.plan.chunks import Stops, chunk_end
+from penstock.plan.chunks import Span, Stops, chunk_end
 from penstock.request import Chunk, FinishReason, Request, Sequence, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
+from penstock.schedule.holdings import Holdings
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
@@ -29,6 +31,7 @@ class Limits:
     priority: PrefillPriority = PrefillPriority.INTERLEAVED
     max_waiting: int | None = None  # requests in the queue; None: no limit
     max_waiting_tokens: int | None = None
+    reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class _Draft:
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     claimed: set[bytes] = field(default_factory=set)  # hashes of the blocks that the step computes
+    num_streams: int = 0  # running sequences that have been read, whether or not they get a token
     num_decodes: int = 0
     num_prompt_tokens: int = 0
     token_contexts: int = 0
@@ -56,9 +60,11 @@ class _Draft:
         self._count(chunk, 1)
         self.chunk_by_sequence[chunk.sequence_id] = chunk
 
-    def remove(self, sequence_id: int) -> None:
-        if chunk := self.chunk_by_sequence.pop(sequence_id, None):
+    def remove(self, sequence_id: int) -> Chunk | None:
+        chunk = self.chunk_by_sequence.pop(sequence_id, None)
+        if chunk is not None:
             self._count(chunk, -1)
+        return chunk
 
     def _count(self, chunk: Chunk, sign: int) -> None:
         num_tokens = chunk.end - chunk.start
@@ -92,13 +98,16 @@ class Scheduler:
         model_identity: str,
         chunk_limit: ChunkLimit,
         peak_estimate: PeakEstimate,
+        states: StatePool | None = None,
     ) -> None:
         self.limits = limits
         self.policy = POLICIES[limits.priority]
         self.budget = budget
         self.pool = pool
         self.prefix = prefix
-        self.model_identity = model_identity
+        self.holdings = Holdings(
+            block_size=limits.block_size, pool=pool, prefix=prefix, states=states, model_identity=model_identity
+        )
         self.chunk_limit = chunk_limit
         self.peak_estimate = peak_estimate
         self.sequences: dict[int, Sequence] = {}
@@ -122,6 +131,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def _boundary(self) -> int:
+        """Chunks of models with recurrent state prefer to end with a block, where the state can be saved."""
+        states = self.holdings.states
+        return 1 if states is None or not states.num_checkpoints else self.limits.block_size
 
     @property
     def resident_tokens(self) -> int:
@@ -182,8 +197,8 @@ class Scheduler:
         return ended
 
     def check(self) -> None:
-        """Integrity of the pool: every block is owned exactly as often as it is counted."""
-        self.pool.check(block for sequence in self.sequences.values() for block in sequence.block_ids)
+        """Integrity of the pools: everything is owned exactly as often as it is counted."""
+        self.holdings.check(self.sequences.values())
 
     def refuse_too_long(self, num_tokens: int) -> None:
         if num_tokens >= self.limits.max_context:
@@ -202,9 +217,10 @@ class Scheduler:
     def next_step(self) -> StepPlan | None:
         """The chunks of the next step, in flight from now on; None when nothing can run."""
         assert self._plan is None, "the last step was neither applied nor failed"
-        draft = _Draft()
-        decodes = [s for s in self.running.values() if not s.is_prefilling and not s.is_paused]
-        prompts = self._prompts_in_order()
+        streams, reading = self._split_running()
+        draft = _Draft(num_streams=len(streams))
+        decodes = [s for s in streams if not s.is_paused]
+        prompts = self._prompts_in_order(reading)
         policy = self.policy
         is_overdue = self._steps_without_decode >= policy.most_steps_without_decode
         if policy.decodes_beside_prompts or not prompts or is_overdue:
@@ -213,7 +229,9 @@ class Scheduler:
             self._schedule_prompts(prompts, bool(decodes), draft)
         if decodes and not draft.chunk_by_sequence:
             self._schedule_decodes(decodes, draft)  # every prompt waits for something else
-        if prompts and not decodes and not draft.chunk_by_sequence:
+        if prompts and draft.preempted and not draft.chunk_by_sequence:
+            self._schedule_prompts(prompts, False, draft)  # every decode lost its place
+        if prompts and not draft.chunk_by_sequence:
             self._schedule_oldest(prompts, draft)
         self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
         self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
@@ -223,6 +241,7 @@ class Scheduler:
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
         plan = self._take_plan(result.step)
+        block_size = self.limits.block_size
         self._observe(plan, result.elapsed_s)
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -232,8 +251,10 @@ class Scheduler:
                 self._num_read += num_new
             sequence.num_computed = chunk.end
             sequence.num_in_flight = 0
-            if self.prefix is not None and chunk.end // self.limits.block_size > sequence.num_remembered:
-                self._remember_blocks(sequence)
+            if chunk.end // block_size > sequence.num_remembered:
+                self.holdings.remember(sequence)
+            if chunk.state is not None:
+                self.holdings.commit_state(sequence, chunk)
             if sequence.abort_reason is not None:
                 self._leave(sequence)
                 continue
@@ -244,10 +265,16 @@ class Scheduler:
                 self._leave(sequence)
 
     def fail(self, step: int) -> None:
-        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again."""
+        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again.
+
+        Recurrent state may have advanced in some layers, so such a sequence goes back to its last checkpoint.
+        """
         for chunk in self._take_plan(step).chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.num_in_flight = 0
+            if chunk.state is not None:
+                self.holdings.forgo_state(chunk)
+                self.holdings.start_over(sequence)
             if sequence.abort_reason is not None:
                 self._leave(sequence)
 
@@ -264,20 +291,34 @@ class Scheduler:
             predicted_s=self.budget.predict(self._load),
             predicted_bytes=self.peak_estimate(
                 self._load.num_tokens,
-                max(self.sequences[chunk.sequence_id].request.num_slots(chunk.end) for chunk in chunks),
+                max(self._num_slots(chunk) for chunk in chunks),
                 self.resident_tokens,
             ),
             reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
         return self._plan
 
+    def _num_slots(self, chunk: Chunk) -> int:
+        if chunk.num_slots_before is None:
+            return chunk.end
+        return self.sequences[chunk.sequence_id].request.num_slots(chunk.end)
+
     # --- who is served ---
 
-    def _prompts_in_order(self) -> list[Sequence]:
+    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """(those that write, those that are still being read)."""
+        streams: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in self.running.values():
+            (reading if sequence.is_prefilling else streams).append(sequence)
+        return streams, reading
+
+    def _prompts_in_order(self, reading: list[Sequence]) -> list[Sequence]:
         """Prompts with tokens to compute: by priority, then shortest remaining, aged by what others were given."""
-        prompts = [s for s in self.running.values() if s.is_prefilling and not s.is_paused]
-        prompts += [s for s in self.waiting.values() if not s.is_paused]
-        ready = [s for s in prompts if s.num_computed < s.num_known]
+        prompts = (*reading, *self.waiting.values())
+        ready = [s for s in prompts if not s.is_paused and s.num_computed < s.num_known]
+        if self.limits.reads_whole:
+            ready = [s for s in ready if s.prompt_is_complete]
         return sorted(ready, key=self._rank) if len(ready) > 1 else ready
 
     def _rank(self, sequence: Sequence) -> tuple[int, float, int]:
@@ -301,19 +342,24 @@ class Scheduler:
                     break
                 if not self._admit(sequence, draft):
                     continue
-            self._take_prefix_hits(sequence)
-            if self._waits_for_neighbour(sequence, draft):
-                continue
+            self.holdings.take_hits(sequence)
+            if draft.claimed and self.holdings.next_block(sequence) in draft.claimed:
+                continue  # a chunk of this step computes it: it will be a hit next time
             num_tokens = self._prompt_budget(sequence, has_decodes, draft)
             if num_tokens < 1:
                 break
-            start = self._overlapped_start(sequence)
+            start = self.holdings.overlapped_start(sequence, self.limits.overlap)
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
             num_tokens = max(num_tokens, sequence.num_computed - start + 1)
-            end = chunk_end(start, num_tokens, Stops(end=sequence.num_known)).position
+            end = chunk_end(start, num_tokens, self._stops(sequence)).position
             end = min(end, self._end_without_preemption(sequence, draft))
-            if end > sequence.num_computed:
+            is_cut = self.limits.reads_whole and end < sequence.num_known
+            if end > sequence.num_computed and not is_cut:
                 self._schedule(sequence, start, end, draft)
+
+    def _stops(self, sequence: Sequence) -> Stops:
+        whole = (Span(start=0, end=sequence.num_known),) if self.limits.reads_whole else ()
+        return Stops(end=sequence.num_known, boundary=self._boundary, atomic=whole)
 
     def _schedule_oldest(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""
@@ -322,13 +368,15 @@ class Scheduler:
             self._preempt_last(draft)
             if not self._admit(oldest, draft):
                 return
-        self._take_prefix_hits(oldest)
+        self.holdings.take_hits(oldest)
         end = min(oldest.num_known, oldest.num_computed + self.limits.block_size)
+        if self.limits.reads_whole:
+            end = oldest.num_known
         self._schedule(oldest, oldest.num_computed, end, draft)
 
     def _end_without_preemption(self, sequence: Sequence, draft: _Draft) -> int:
         """How far the blocks reach that nobody holds, less one for each running stream's next token."""
-        num_reserved = sum(not s.is_prefilling for s in self.running.values()) - draft.num_decodes
+        num_reserved = draft.num_streams - draft.num_decodes
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
         return sequence.request.num_reached(num_blocks * self.limits.block_size)
 
@@ -369,102 +417,37 @@ class Scheduler:
             return False
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
+        self.holdings.admit(sequence)
         sequence.status = Status.RUNNING
         draft.admitted.append(sequence.id)
         return True
 
     def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        num_slots = sequence.request.num_slots(end)
+        request = sequence.request
+        num_slots = end if request.source is None else request.num_slots(end)
         is_held = len(sequence.block_ids) * self.limits.block_size >= num_slots
         if not is_held and not self._allocate(sequence, num_slots, draft):
             return
         sequence.num_in_flight = end - sequence.num_computed
         chunk = Chunk(
-            sequence_id=sequence.id,
+            sequence_id=request.id,
             start=start,
             end=end,
             wants_logits=sequence.prompt_is_complete and end == len(sequence.tokens),
             num_cached=sequence.num_cached,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
-            num_slots_before=None if sequence.request.source is None else sequence.request.num_slots(start),
+            state=None if self.holdings.states is None else self.holdings.state_use(sequence, end),
+            num_slots_before=None if request.source is None else request.num_slots(start),
         )
         draft.add(chunk)
-        if self.prefix is not None and chunk.is_prompt:
-            self._claim(sequence, start, end, draft)
+        if chunk.is_prompt:
+            draft.claimed.update(self.holdings.blocks_between(sequence, start, end))
 
-    # --- blocks and prefixes ---
-
-    def _overlapped_start(self, sequence: Sequence) -> int:
-        """Goes back over tokens this sequence computed itself, never into a block that another shares."""
-        block_size = self.limits.block_size
-        start = max(0, sequence.num_cached, sequence.num_computed - self.limits.overlap)
-        for index in range(sequence.num_computed // block_size, start // block_size - 1, -1):
-            if index < len(sequence.block_ids) and self.pool.holders(sequence.block_ids[index]) > 1:
-                return max(start, (index + 1) * block_size)
-        return min(start, sequence.num_computed)
-
-    def _take_prefix_hits(self, sequence: Sequence) -> None:
-        """While the sequence stands on a block border and its next block has been computed, takes that block."""
-        if not self._may_share(sequence):
-            return
-        block_size = self.limits.block_size
-        # At least one prompt token is computed, because its logits are wanted.
-        last = (sequence.num_known - 1 if sequence.prompt_is_complete else sequence.num_known) // block_size
-        while sequence.num_computed == len(sequence.block_ids) * block_size and len(sequence.block_ids) < last:
-            index = len(sequence.block_ids)
-            block = self.prefix.take(self._block_hash(sequence, index)) if self.prefix is not None else None
-            if block is None:
-                return
-            sequence.block_ids.append(block)
-            sequence.num_computed += block_size
-            sequence.num_cached += block_size
-            if self.prefix is not None:
-                self.prefix.num_hit_tokens += block_size
-
-    def _waits_for_neighbour(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Whether a chunk already in this step computes the sequence's next block: it will be a hit next time."""
-        block_size = self.limits.block_size
-        index = sequence.num_computed // block_size
-        is_on_border = sequence.num_computed == len(sequence.block_ids) * block_size
-        if not draft.claimed or not is_on_border or not self._may_share(sequence):
-            return False
-        is_whole = (index + 1) * block_size < sequence.num_known
-        return is_whole and self._block_hash(sequence, index) in draft.claimed
-
-    def _claim(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
-        """The blocks that a prompt chunk computes, the last of them perhaps in part."""
-        block_size = self.limits.block_size
-        last = min(end, sequence.num_known - block_size) // block_size
-        for index in range(start // block_size, last + 1):
-            draft.claimed.add(self._block_hash(sequence, index))
-
-    def _may_share(self, sequence: Sequence) -> bool:
-        return self.prefix is not None and sequence.request.sampling.prompt_logprobs is None
-
-    def _remember_blocks(self, sequence: Sequence) -> None:
-        assert self.prefix is not None
-        num_whole = sequence.num_computed // self.limits.block_size
-        for index in range(max(sequence.num_remembered, sequence.num_cached // self.limits.block_size), num_whole):
-            self.prefix.put(self._block_hash(sequence, index), sequence.block_ids[index])
-        sequence.num_remembered = num_whole
-
-    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """The chained hash of block `index`, extending the sequence's own list of them."""
-        hashes, block_size = sequence.block_hashes, self.limits.block_size
-        while len(hashes) <= index:
-            previous = hashes[-1] if hashes else root_hash(self.model_identity, sequence.request.rotary)
-            start = len(hashes) * block_size
-            hashes.append(chain_hash(previous, sequence.tokens[start : start + block_size]))
-        return hashes[index]
+    # --- blocks ---
 
     def _allocate(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
         """Blocks for `num_tokens`, taken from the last in rank when none is left. False: this one was the last."""
-        while len(sequence.block_ids) * self.limits.block_size < num_tokens:
-            after = sequence.block_ids[-1] if sequence.block_ids else None
-            block = self.pool.allocate(after=after)
-            if block is not None:
-                sequence.block_ids.append(block)
-                continue
+        while not self.holdings.grow(sequence, num_tokens):
             if self._preempt_last(draft) is sequence:
                 return False
         return True
@@ -478,23 +461,19 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""
-        draft.remove(sequence.id)
+        if chunk := draft.remove(sequence.id):
+            self.holdings.forgo_state(chunk)
         draft.preempted.append(sequence.id)
         self.num_preemptions += 1
-        self._give_blocks_back(sequence)
+        self.holdings.start_over(sequence)
+        self.holdings.release(sequence)
         sequence.num_in_flight = 0
         sequence.status = Status.WAITING
         del self.running[sequence.id]
         self.waiting[sequence.id] = sequence
 
-    def _give_blocks_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed = sequence.num_cached = sequence.num_remembered = 0
-
     def _leave(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
+        self.holdings.release(sequence)
         sequence.status = Status.FINISHED
         (self.running if sequence.id in self.running else self.waiting).pop(sequence.id)
         del self.sequences[sequence.id]

@@ -1,0 +1,101 @@
+"""Slots for recurrent state as integers: one for each running sequence, and checkpoints beside them. No tensors."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class StatePool:
+    """Running sequences always find a slot; checkpoints share the rest, the least recently used leave first.
+
+    A checkpoint is known by the hash of the prefix after which the state was saved. A pinned one is not evicted.
+    """
+
+    def __init__(self, *, num_running: int, num_checkpoints: int) -> None:
+        self.num_slots = num_running + num_checkpoints
+        self.num_checkpoints = num_checkpoints
+        self.high_water = 0  # slots ever touched: their memory stays resident
+        self._free = list(range(self.num_slots))
+        self._held: set[int] = set()
+        self._slot_by_hash: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._num_pins: Counter[int] = Counter()
+        self._num_promised = 0  # slots handed out for checkpoints that are not saved yet
+
+    def acquire(self) -> int:
+        """For a running sequence."""
+        assert self._free or self._evict(), "more sequences run than there are slots for"
+        return self._take()
+
+    def acquire_checkpoint(self) -> int | None:
+        """For a state that is about to be saved; None when every checkpoint is pinned."""
+        if len(self._slot_by_hash) + self._num_promised >= self.num_checkpoints and not self._evict():
+            return None
+        self._num_promised += 1
+        return self._take()
+
+    def release(self, slot: int) -> None:
+        self._held.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    def forgo(self, slot: int) -> None:
+        """A slot from `acquire_checkpoint` that nothing will be saved in."""
+        self._num_promised -= 1
+        self.release(slot)
+
+    def keep(self, prefix: bytes, slot: int) -> None:
+        """The state after `prefix` now lies in `slot`. The first of two equal ones stays."""
+        self._num_promised -= 1
+        if prefix in self._slot_by_hash:
+            self._slot_by_hash.move_to_end(prefix)
+            self.release(slot)
+        else:
+            self._slot_by_hash[prefix] = slot
+
+    def __contains__(self, prefix: bytes) -> bool:
+        return prefix in self._slot_by_hash
+
+    def pin(self, prefix: bytes) -> int:
+        """The slot of a checkpoint that somebody will start from; it stays until `unpin`."""
+        slot = self._slot_by_hash[prefix]
+        self._slot_by_hash.move_to_end(prefix)
+        self._num_pins[slot] += 1
+        return slot
+
+    def unpin(self, slot: int) -> None:
+        self._num_pins[slot] -= 1
+        if not self._num_pins[slot]:
+            del self._num_pins[slot]
+
+    def drop(self, prefix: bytes) -> None:
+        """Forgets a checkpoint, unless somebody is about to start from it."""
+        slot = self._slot_by_hash.get(prefix)
+        if slot is not None and slot not in self._num_pins:
+            del self._slot_by_hash[prefix]
+            self.release(slot)
+
+    def clear(self) -> None:
+        while self._evict():
+            pass
+
+    def check(self, held: Iterable[int], pinned: Iterable[int]) -> None:
+        """Every slot is held once: by a running sequence, or by a checkpoint. `pinned` lists each pin."""
+        owned = [*held, *self._slot_by_hash.values()]
+        assert len(owned) + self._num_promised == len(self._held), "a slot is lost or held twice"
+        assert set(owned) <= self._held, "a slot is used that is free"
+        assert Counter(pinned) == self._num_pins, "a checkpoint is pinned more or less often than it is counted"
+        assert sorted([*self._free, *self._held]) == list(range(self.num_slots)), "a slot is lost"
+
+    def _take(self) -> int:
+        slot = heapq.heappop(self._free)
+        self._held.add(slot)
+        self.high_water = max(self.high_water, slot + 1)
+        return slot
+
+    def _evict(self) -> bool:
+        prefix = next((p for p, slot in self._slot_by_hash.items() if slot not in self._num_pins), None)
+        if prefix is None:
+            return False
+        self.drop(prefix)
+        return True

@@ -1,0 +1,169 @@
+"""A small random copy of a model for the self-check: every kind of layer stays, every limit moves into the prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+SMALL_ENOUGH = 4_000_000  # parameters: below this, sizes stay as they are
+LARGEST_COPY = 60_000_000
+LEAST_HEADS = 4
+MOST_VOCABULARY = 256
+MOST_EXPERTS = 8
+MOST_HIDDEN = 128  # where heads have a size of their own
+MOST_INTERMEDIATE = 128
+GAIN = 0.6  # of random weights, over the square root of their width
+WINDOW = 13  # tokens; every longer window, chunk or state block becomes this long
+ORIGINAL_CONTEXT = 24  # of rotary scalings
+# Configs spell these in many ways; what a config does not have is left alone.
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_key_heads")
+WIDTHS = (*HIDDEN, *HEADS, "linear_num_value_heads", "lru_width", "mamba_d_ssm", "word_embed_proj_dim")
+AT_LEAST_ONE = ("num_key_value_heads", "num_kv_heads", "n_groups", "mamba_n_groups", "mamba_ngroups")
+INTERMEDIATE = (
+    *("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "block_ff_dim", "intermediate_size_mlp"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+TIES_WIDTH_TO_STATE = ("expand", "mamba_expand", "mamba_d_ssm", "lru_width")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LIMITS = (
+    *("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention_window"),
+    *("chunk_size", "mamba_chunk_size", "block_size", "sliding_window_size"),
+)
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def shrunken_models(model_class: Callable[[Any], Any], config: Any) -> Iterator[Any]:
+    """Small copies with random weights in float32, the smallest first; later ones are for configs that resist."""
+    is_large = _num_parameters(model_class, config) > SMALL_ENOUGH
+    for shrink in (_shrink_freely, _shrink_evenly, _shrink_tables) if is_large else (lambda text: None,):
+        small = copy.deepcopy(config)
+        small._attn_implementation = None
+        text = small.get_text_config(decoder=True)
+        shrink(text)
+        scale_limits(text)
+        try:
+            _shrink_depth(model_class, small, text)
+            if _num_parameters(model_class, small) <= LARGEST_COPY:
+                yield _random_model(model_class, small)
+        except Exception:
+            continue  # a config resists in ways of its own; the next copy is larger
+
+
+def scale_limits(text: Any) -> None:
+    """Windows, state blocks and rotary limits that a short prompt would never reach are brought into it."""
+    for name in LIMITS:
+        if isinstance(value := getattr(text, name, None), int) and value > WINDOW:
+            setattr(text, name, WINDOW if "window" in name else WINDOW + 3)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = ORIGINAL_CONTEXT
+        if rope.get("rope_type") == "dynamic":
+            text.max_position_embeddings = ORIGINAL_CONTEXT
+    if isinstance(getattr(text, "original_max_position_embeddings", None), int):
+        text.original_max_position_embeddings = ORIGINAL_CONTEXT
+
+
+def _num_parameters(model_class: Callable[[Any], Any], config: Any) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+
+
+def _shrink_freely(text: Any) -> None:
+    _shrink_evenly(text)
+    is_free = isinstance(getattr(text, "head_dim", None), int) and not any(
+        hasattr(text, x) for x in TIES_WIDTH_TO_STATE
+    )
+    for name in HIDDEN if is_free else ():
+        _lower(text, name, MOST_HIDDEN)
+    for name in INTERMEDIATE:
+        _lower(text, name, MOST_INTERMEDIATE)
+
+
+def _shrink_evenly(text: Any) -> None:
+    """One divisor for all widths, so that heads times head size still gives the width."""
+    _shrink_tables(text)
+    heads = [value for name in HEADS if isinstance(value := getattr(text, name, None), int)]
+    divisor = 1
+    while heads and all(value % (2 * divisor) == 0 and value // (2 * divisor) >= LEAST_HEADS for value in heads):
+        divisor *= 2
+    for name in AT_LEAST_ONE:
+        if isinstance(value := getattr(text, name, None), int):
+            setattr(text, name, max(1, value // divisor))
+    for name in (*WIDTHS, *INTERMEDIATE):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value % divisor == 0:
+            setattr(text, name, value // divisor)
+
+
+def _shrink_tables(text: Any) -> None:
+    if text.vocab_size > MOST_VOCABULARY:
+        text.vocab_size = MOST_VOCABULARY
+        for index, name in enumerate(TOKEN_IDS):
+            if getattr(text, name, None) is not None:
+                setattr(text, name, index)
+    num_chosen = getattr(text, "num_experts_per_tok", None) or 1
+    for name in EXPERTS:
+        _lower(text, name, max(MOST_EXPERTS, 2 * num_chosen))
+
+
+def _lower(text: Any, name: str, most: int) -> None:
+    if isinstance(value := getattr(text, name, None), int) and value > most:
+        setattr(text, name, most)
+
+
+def _shrink_depth(model_class: Callable[[Any], Any], config: Any, text: Any) -> None:
+    """The shortest run of first layers that has every kind, kinds being told apart by what the layers are made of."""
+    depth_name = next((name for name in DEPTHS if isinstance(getattr(text, name, None), int)), None)
+    if depth_name is None:
+        return
+    depth = getattr(text, depth_name)
+    with torch.device("meta"):
+        layers = _layers(model_class(copy.deepcopy(config)), depth)
+    kinds = [_kind(layer) for layer in layers]
+    if len(kinds) != depth or depth < 3:
+        return
+    needed = max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, value[:needed])
+    setattr(text, depth_name, needed)
+
+
+def _layers(model: Any, depth: int) -> list[Any]:
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
+    return list(lists[0]) if lists else []
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """Classes, plain settings and shapes of all its modules; what merely numbers a layer is left out."""
+    facts: list[Any] = []
+    for name, module in layer.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (int, float, str, bool, type(None))) and not key.startswith("_") and "idx" not in key
+        }
+        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        facts.append((name, type(module).__name__, str(sorted(plain.items())), str(shapes)))
+    return tuple(facts)
+
+
+@torch.no_grad()
+def _random_model(model_class: Callable[[Any], Any], config: Any) -> Any:
+    """Weights so large that a lost state or position shows, and so small that rounding does not grow through layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config).float().eval()
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.ndim > 1:
+                parameter.copy_(noise * GAIN * max(0.1, parameter.shape[-1] ** -0.5))
+            else:
+                parameter.add_(noise * 0.05)
+    return model

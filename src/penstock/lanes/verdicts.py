@@ -1,0 +1,106 @@
+"""What a self-check found, and where it is kept: the user's cache folder, one small JSON file per model. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.errors import UnsupportedModel
+from penstock.lanes.lane import LaneFacts
+
+FORMAT = 1  # changes when a verdict of an earlier version may not be believed any more
+LIBRARIES = ("torch", "transformers")
+
+
+class Way(Enum):
+    """How a transformers model is run."""
+
+    PACKED = "packed"  # many sequences in one call, over our pages
+    PAGED = "paged"  # our pages, one sequence per call
+    OWN_CACHE = "own-cache"  # the model's cache object, one sequence per call
+    RECOMPUTED = "recomputed"  # no cache: every call reads the sequence from its start
+
+
+class Finding(BaseModel):
+    """One thing that was measured. `max_difference` is None where it could not be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exact: bool
+    max_difference: float | None
+    reason: str
+
+
+class Verdict(Finding):
+    """Whether prompts may be read in chunks (`exact`), by how much chunked logits differ, and how the model is run."""
+
+    way: Way
+    passes_mask: bool = False  # to a model with its own cache
+    packing: Finding  # several sequences in one call against each alone
+    real_weights: Finding | None = None  # in their own dtype; None where that dtype is float32
+
+    @property
+    def summary(self) -> str:
+        word = "exact" if self.exact else "read whole"
+        return f"{word} ({self.way.value}): {self.reason}"
+
+
+def judged(facts: LaneFacts, verdict: Verdict | None, *, is_strict: bool) -> LaneFacts:
+    """The facts of a lane that runs a model in the way that the verdict allows. None: it was not checked yet."""
+    if verdict is None:
+        return replace(facts, reason=f"{facts.reason}; not checked yet, which happens when it is first loaded")
+    if is_strict and not verdict.exact:
+        raise UnsupportedModel(
+            f"--strict: this model cannot be read in exact chunks ({verdict.reason}). Leave --strict out to read "
+            "prompts whole."
+        )
+    has_pages = verdict.way in (Way.PACKED, Way.PAGED)
+    return replace(
+        facts,
+        reason=f"{facts.reason}; {verdict.summary}",
+        reads_whole=not verdict.exact,
+        shares_prefixes=has_pages,
+        chunk_mask_mode="offset-causal" if has_pages else "the model's own",
+    )
+
+
+def verdict_key(config: Mapping[str, Any], *, dtype: str, lane: str, backend: str) -> str:
+    """Changes with everything that the verdict depends on."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES]
+    facts = {"format": FORMAT, "config": dict(config), "versions": versions, "run": [dtype, lane, backend]}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "penstock" / "selfcheck"
+
+
+def load_verdict(key: str) -> Verdict | None:
+    """None when there is none, or none that can be read."""
+    try:
+        return Verdict.model_validate_json((cache_folder() / f"{key}.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def save_verdict(key: str, verdict: Verdict) -> None:
+    """Whole or not at all. A cache folder that cannot be written costs a check at every load, and nothing else."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+            file.write(verdict.model_dump_json(indent=2))
+        os.replace(file.name, folder / f"{key}.json")
+    except OSError:
+        return

@@ -1,0 +1,145 @@
+"""A mixture of experts: a router picks a few feed-forward parts for each token, and each part runs once per step."""
+
+# T tokens, R rows (a token once for each of its experts), E experts, A experts of a token, M hidden size, F inner size
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.models.layer_specs import ExpertsSpec
+from penstock.models.layers import GatedMlp, Linear, gated_activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Weights of all experts in one tensor each; gate and up rows lie one after the other, or alternate."""
+
+    spec: ExpertsSpec
+    activation: str
+    router: Linear
+    gate_up_EFM: torch.Tensor
+    down_EMF: torch.Tensor
+    gate_up_bias_EF: torch.Tensor | None
+    down_bias_EM: torch.Tensor | None
+    shared: GatedMlp | None  # an expert that every token has
+    shared_gate: Linear | None
+
+    @classmethod
+    def empty(
+        cls, spec: ExpertsSpec, hidden_size: int, activation: str, *, dtype: torch.dtype, device: torch.device
+    ) -> Experts:
+        def tensor(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def linear(num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+            return Linear.empty(num_out, num_in, bias=bias, dtype=dtype, device=device)
+
+        count, inner = spec.num_experts, spec.intermediate_size
+        shared = None
+        if spec.shared_size:
+            gate_up, down = linear(2 * spec.shared_size, hidden_size), linear(hidden_size, spec.shared_size)
+            shared = GatedMlp(gate_up=gate_up, down=down, activation=activation)
+        return cls(
+            spec=spec,
+            activation=activation,
+            router=linear(count, hidden_size, bias=spec.has_biases),
+            gate_up_EFM=tensor(count, 2 * inner, hidden_size),
+            down_EMF=tensor(count, hidden_size, inner),
+            gate_up_bias_EF=tensor(count, 2 * inner) if spec.has_biases else None,
+            down_bias_EM=tensor(count, hidden_size) if spec.has_biases else None,
+            shared=shared,
+            shared_gate=linear(1, hidden_size) if shared and spec.has_shared_gate else None,
+        )
+
+    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """Rows are grouped by expert over the whole step, so that each expert's weights are read once."""
+        weights_TA, experts_TA = self._route(x_TM)
+        order_R = experts_TA.flatten().argsort(stable=True)
+        counts = torch.bincount(experts_TA.flatten(), minlength=self.spec.num_experts).tolist()
+        tokens_R = order_R // self.spec.num_active
+        weights_R = weights_TA.flatten()[order_R]
+        out_TM = torch.zeros_like(x_TM)
+        first = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(first, first + count)
+                part_RM = self._expert(expert, x_TM[tokens_R[rows]])
+                out_TM.index_add_(0, tokens_R[rows], part_RM.mul_(weights_R[rows, None]))
+                first += count
+        if self.shared is not None:
+            shared_TM = self.shared(x_TM)
+            out_TM += shared_TM if self.shared_gate is None else shared_TM.mul_(self.shared_gate(x_TM).sigmoid_())
+        return out_TM
+
+    def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
+        out_TM += self(x_TM)
+
+    def _route(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights, experts). A softmax over all that is normalised over the chosen is the softmax of the chosen."""
+        logits_TE = self.router(x_TM).float()
+        chosen_TA, experts_TA = logits_TE.topk(self.spec.num_active, dim=-1)
+        if self.spec.normalizes_chosen:
+            weights_TA = chosen_TA.softmax(-1)
+        else:
+            weights_TA = (chosen_TA - logits_TE.logsumexp(-1, keepdim=True)).exp_()
+        return weights_TA.to(x_TM.dtype), experts_TA
+
+    def _expert(self, expert: int, x_RM: torch.Tensor) -> torch.Tensor:
+        bias_F = None if self.gate_up_bias_EF is None else self.gate_up_bias_EF[expert]
+        gate_up_RF = F.linear(x_RM, self.gate_up_EFM[expert], bias_F)
+        if self.spec.clamp is None:
+            inner_RF = gated_activation(gate_up_RF, self.activation)
+        else:
+            inner_RF = _clamped_activation(gate_up_RF, self.spec.clamp, self.spec.clamp_alpha)
+        bias_M = None if self.down_bias_EM is None else self.down_bias_EM[expert]
+        return F.linear(inner_RF, self.down_EMF[expert], bias_M)
+
+    def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the checkpoint, where it goes)."""
+        names = self.spec.names
+        yield f"{prefix}.{names.router}.weight", self.router.weight_OI
+        if self.router.bias_O is not None:
+            yield f"{prefix}.{names.router}.bias", self.router.bias_O
+        experts = f"{prefix}.{names.experts}"
+        if names.layout == "one by one":
+            yield from self._one_by_one(experts)
+        else:
+            is_turned = names.layout == "inputs first"
+            yield f"{experts}.{names.gate}", self.gate_up_EFM.transpose(1, 2) if is_turned else self.gate_up_EFM
+            yield f"{experts}.{names.down}", self.down_EMF.transpose(1, 2) if is_turned else self.down_EMF
+        for name, bias in ((names.gate, self.gate_up_bias_EF), (names.down, self.down_bias_EM)):
+            if bias is not None:
+                yield f"{experts}.{name}_bias", bias
+        yield from self._shared_destinations(prefix)
+
+    def _one_by_one(self, experts: str) -> Iterator[tuple[str, torch.Tensor]]:
+        names, inner = self.spec.names, self.spec.intermediate_size
+        for expert in range(self.spec.num_experts):
+            yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up_EFM[expert, :inner]
+            yield f"{experts}.{expert}.{names.up}.weight", self.gate_up_EFM[expert, inner:]
+            yield f"{experts}.{expert}.{names.down}.weight", self.down_EMF[expert]
+
+    def _shared_destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.shared is None:
+            return
+        names, size = self.spec.names, self.spec.shared_size
+        shared, gate_up, down = f"{prefix}.{names.shared}", self.shared.gate_up.weight_OI, self.shared.down.weight_OI
+        if names.layout == "outputs first":
+            yield f"{shared}.{names.gate}", gate_up
+            yield f"{shared}.{names.down}", down
+            return
+        yield f"{shared}.{names.gate}.weight", gate_up[:size]
+        yield f"{shared}.{names.up}.weight", gate_up[size:]
+        yield f"{shared}.{names.down}.weight", down
+        if self.shared_gate is not None:
+            yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
+
+
+def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), both clamped; gate and up alternate."""
+    gate, up = gate_up_RF[..., ::2].clamp(max=limit), gate_up_RF[..., 1::2].clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))

@@ -1,0 +1,150 @@
+"""What parts of layers are made of: mixtures of experts, recurrent layers. No torch: the planner reads it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Of the parts of a mixture in a checkpoint."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    layout: Literal["one by one", "inputs first", "outputs first"] = "one by one"  # else all in one tensor
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    num_experts: int
+    num_active: int  # of one token
+    intermediate_size: int
+    normalizes_chosen: bool  # whether the weights of a token's experts add up to one
+    names: ExpertNames
+    has_biases: bool = False
+    clamp: float | None = None  # of gate and up, which alternate then
+    clamp_alpha: float = 1.0
+    shared_size: int = 0  # of an expert that every token has
+    has_shared_gate: bool = True  # whether a gate of its own weighs it
+
+    def num_parameters(self, hidden_size: int) -> int:
+        matrices = 3 * self.intermediate_size * hidden_size
+        biases = (2 * self.intermediate_size + hidden_size + 1) * self.has_biases
+        shared = (3 * self.shared_size + self.has_shared_gate) * hidden_size if self.shared_size else 0
+        return self.num_experts * (matrices + biases + hidden_size) + shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """A gated delta rule behind a short convolution of queries, keys and values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int
+    is_grouped: bool  # whether the checkpoint's rows are grouped by key head
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return (self.num_value_heads, self.key_size, self.value_size)
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        return (self.conv_width - 1, self.num_channels)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        projections = (self.num_channels + 2 * self.value_width + 2 * self.num_value_heads) * hidden_size
+        return projections + self.num_channels * self.conv_width + 2 * self.num_value_heads + self.value_size
+
+    @property
+    def widest_rows(self) -> int:
+        """Of the layer's projections."""
+        return self.num_channels + self.value_width
+
+    @property
+    def values_per_token(self) -> tuple[int, int]:
+        """(in the model's dtype, in float32) that live at the widest moment of the layer."""
+        projected = 2 * self.widest_rows + self.num_channels
+        return projected, self.num_value_heads * 3 * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """A state space layer in the style of Mamba 2 behind a short convolution."""
+
+    num_heads: int
+    head_size: int
+    num_groups: int  # of heads that share what they write along and read by
+    state_size: int
+    conv_width: int
+    has_conv_bias: bool
+    has_bias: bool
+    time_step_limits: tuple[float, float]
+
+    @property
+    def inner_width(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def group_width(self) -> int:
+        return self.num_groups * self.state_size
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.inner_width + 2 * self.group_width
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return (self.num_heads, self.state_size, self.head_size)
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        return (self.conv_width - 1, self.num_channels)
+
+    @property
+    def widest_rows(self) -> int:
+        """Of the layer's projections."""
+        return self.inner_width + self.num_channels + self.num_heads
+
+    @property
+    def values_per_token(self) -> tuple[int, int]:
+        """(in the model's dtype, in float32) that live at the widest moment of the layer."""
+        projected = self.widest_rows + 2 * self.num_channels
+        return projected, self.num_heads * (3 * self.state_size + 3 * self.head_size)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        projections = self.widest_rows * (hidden_size + self.has_bias) + hidden_size * (
+            self.inner_width + self.has_bias
+        )
+        convolution = self.num_channels * (self.conv_width + self.has_conv_bias)
+        return projections + convolution + 3 * self.num_heads + self.inner_width
+
+
+RecurrentSpec = DeltaSpec | MambaSpec
+
+
+def state_bytes(spec: RecurrentSpec, dtype_bytes: int) -> int:
+    """Of one layer and one sequence: the matrices in float32, the tail in the model's dtype."""
+    return prod(spec.matrix_shape) * 4 + prod(spec.tail_shape) * dtype_bytes

@@ -1,0 +1,87 @@
+"""A state space layer in the style of Mamba 2, as in Bamba and Granite's hybrids."""
+
+# T tokens of the step, H heads, P head size, C channels, W width of the convolution, M hidden size
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.attention.backend import ForwardInputs
+from penstock.cache.storage import LayerState
+from penstock.models.layer_specs import MambaSpec
+from penstock.models.layers import Linear, RmsNorm
+from penstock.models.recurrence import Tokens, convolve, recur
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    spec: MambaSpec
+    input: Linear  # gate, channels of the convolution, time steps
+    conv_CW: torch.Tensor
+    conv_bias_C: torch.Tensor | None
+    a_log_H: torch.Tensor
+    dt_bias_H: torch.Tensor
+    skip_H: torch.Tensor
+    norm: RmsNorm
+    output: Linear
+
+    @classmethod
+    def empty(
+        cls, spec: MambaSpec, hidden_size: int, norm_eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> Mamba:
+        def linear(num_out: int, num_in: int) -> Linear:
+            return Linear.empty(num_out, num_in, bias=spec.has_bias, dtype=dtype, device=device)
+
+        channels = spec.num_channels
+        return cls(
+            spec=spec,
+            input=linear(spec.widest_rows, hidden_size),
+            conv_CW=torch.empty(channels, spec.conv_width, dtype=dtype, device=device),
+            conv_bias_C=torch.empty(channels, dtype=dtype, device=device) if spec.has_conv_bias else None,
+            a_log_H=torch.empty(spec.num_heads, device=device),
+            dt_bias_H=torch.empty(spec.num_heads, device=device),
+            skip_H=torch.empty(spec.num_heads, device=device),
+            norm=RmsNorm(weight=torch.empty(spec.inner_width, device=device), eps=norm_eps),
+            output=linear(hidden_size, spec.inner_width),
+        )
+
+    def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
+        """[T, inner width]: what the output projection is given. The states of the step's chunks advance."""
+        spec = self.spec
+        gate, channels_TC, steps_TH = self.input(x_TM).split([spec.inner_width, spec.num_channels, spec.num_heads], -1)
+        mixed_TC = convolve(channels_TC, self.conv_CW, self.conv_bias_C, inputs, state.tails_SWC)
+        x, written_along, read_by = mixed_TC.split([spec.inner_width, spec.group_width, spec.group_width], -1)
+        x_THP = x.unflatten(-1, (spec.num_heads, spec.head_size)).float()
+        time_TH = F.softplus(steps_TH.float() + self.dt_bias_H).clamp_(*spec.time_step_limits)
+        tokens = Tokens(
+            q_NHK=self._by_head(read_by),
+            k_NHK=self._by_head(written_along),
+            v_NHV=x_THP * time_TH[..., None],
+            decay_NH=-self.a_log_H.exp() * time_TH,
+        )
+        read_THP = recur(tokens, inputs, state.matrices_SHKV).addcmul_(x_THP, self.skip_H[:, None])
+        return self.norm(read_THP.flatten(1) * F.silu(gate.float())).to(x_TM.dtype)
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H, state size] in float32; the heads of a group share it."""
+        spec = self.spec
+        x = x.unflatten(-1, (spec.num_groups, spec.state_size)).float()
+        return x.repeat_interleave(spec.num_heads // spec.num_groups, dim=1)
+
+    def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the checkpoint, where it goes)."""
+        for name, linear in (("in_proj", self.input), ("out_proj", self.output)):
+            yield f"{prefix}.{name}.weight", linear.weight_OI
+            if linear.bias_O is not None:
+                yield f"{prefix}.{name}.bias", linear.bias_O
+        yield f"{prefix}.conv1d.weight", self.conv_CW[:, None]
+        if self.conv_bias_C is not None:
+            yield f"{prefix}.conv1d.bias", self.conv_bias_C
+        yield f"{prefix}.A_log", self.a_log_H
+        yield f"{prefix}.dt_bias", self.dt_bias_H
+        yield f"{prefix}.D", self.skip_H
+        yield f"{prefix}.norm.weight", self.norm.weight

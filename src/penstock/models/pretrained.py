@@ -1,0 +1,98 @@
+"""Transformers models from local files: safetensors by the library, GGUF by our own reader. Never remote code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.models.files import ModelFiles
+from penstock.models.weights import open_weights
+
+
+def causal_class(files: ModelFiles) -> tuple[type, Any]:
+    """(the class that runs the model, its config), both of the library; what it does not know is refused."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = str(files.config.get("model_type"))
+    try:
+        with quiet_library():
+            if files.folder is not None:
+                config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
+            else:
+                config = AutoConfig.for_model(**files.config)
+        known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise _unknown(model_type, "has no causal language model in it") from None
+    except (ValueError, TypeError, OSError, AttributeError, ImportError) as error:
+        raise _unknown(model_type, _first_line(error)) from error
+    classes = known if isinstance(known, tuple) else (known,)
+    names = files.config.get("architectures") or []
+    return next((one for one in classes if one.__name__ in names), classes[0]), config
+
+
+def load_causal(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model in evaluation mode, in memory of its own."""
+    with quiet_library():
+        if files.gguf is not None:
+            return _from_gguf(files, model_class, config, dtype)
+        try:
+            model, report = model_class.from_pretrained(
+                files.folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise InvalidModelFile(f"{files.folder} cannot be loaded by transformers: {_first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidModelFile(
+            f"{files.folder} has no tensor {missing[0]!r}; the file is incomplete or of another architecture."
+        )
+    return model.eval()
+
+
+def _from_gguf(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    from transformers.initialization import no_init_weights
+
+    source = open_weights(files)
+    with no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        source.copy_into(parameter, name)
+    return model.eval()
+
+
+@contextmanager
+def quiet_library() -> Generator[None]:
+    """Progress bars and advice of the library, such as which kernels to install, stay out of our output."""
+    from transformers.utils import logging as library
+
+    verbosity, had_bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(logging.ERROR)
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if had_bars:
+            library.enable_progress_bar()
+
+
+def _unknown(model_type: str, why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"The installed transformers cannot run the architecture {model_type!r} ({why}); a newer transformers may."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -1,0 +1,210 @@
+"""What sequences hold: blocks of keys and values, prefixes that others computed, and slots of recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from penstock.cache.blocks import BlockPool
+from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
+from penstock.cache.states import StatePool
+from penstock.config import CHECKPOINT_TOKENS
+from penstock.request import Chunk, Sequence, StateUse
+
+
+class Holdings:
+    """Moves things between the pools and a sequence. Who gets them, and who loses them, the scheduler decides."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        pool: BlockPool,
+        prefix: PrefixCache | None,
+        states: StatePool | None,
+        model_identity: str,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = pool
+        self.prefix = prefix
+        self.states = states  # None: the model has no recurrent state
+        self.model_identity = model_identity
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Every block and slot is owned exactly as often as it is counted."""
+        sequences = list(sequences)
+        self.pool.check(block for sequence in sequences for block in sequence.block_ids)
+        if self.states is not None:
+            held = [s.state_slot for s in sequences if s.state_slot is not None]
+            self.states.check(held, [s.state_source for s in sequences if s.state_source is not None])
+
+    def admit(self, sequence: Sequence) -> None:
+        if self.states is not None:
+            sequence.state_slot = self.states.acquire()
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Takes free blocks until `num_tokens` have a place; False when none is left before that."""
+        while len(sequence.block_ids) * self.block_size < num_tokens:
+            after = sequence.block_ids[-1] if sequence.block_ids else None
+            block = self.pool.allocate(after=after)
+            if block is None:
+                return False
+            sequence.block_ids.append(block)
+        return True
+
+    def start_over(self, sequence: Sequence) -> None:
+        """Nothing of it is computed any more, but for what the caches keep as long as nobody needs the room."""
+        self._give_blocks_back(sequence)
+        sequence.num_computed = sequence.num_cached = sequence.num_remembered = 0
+        sequence.state_is_current = False
+        sequence.last_checkpoint = sequence.kept_checkpoint = 0
+
+    def release(self, sequence: Sequence) -> None:
+        """Everything goes back to the pools; what was computed stays in the caches."""
+        self._give_blocks_back(sequence)
+        if self.states is not None and sequence.state_slot is not None:
+            self.states.release(sequence.state_slot)
+            sequence.state_slot = None
+
+    def _give_blocks_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        self._unpin(sequence)
+
+    def overlapped_start(self, sequence: Sequence, overlap: int) -> int:
+        """Goes back over tokens this sequence computed itself, never into a block that another shares."""
+        start = max(0, sequence.num_cached, sequence.num_computed - overlap)
+        for index in range(sequence.num_computed // self.block_size, start // self.block_size - 1, -1):
+            if index < len(sequence.block_ids) and self.pool.holders(sequence.block_ids[index]) > 1:
+                return max(start, (index + 1) * self.block_size)
+        return min(start, sequence.num_computed)
+
+    # --- prefixes ---
+
+    def take_hits(self, sequence: Sequence) -> None:
+        """Takes the blocks that others computed, as far as the sequence can go on from them."""
+        if not self._may_share(sequence):
+            return
+        if self.states is None:
+            for block in self._known_blocks(sequence, len(sequence.block_ids)):
+                if sequence.num_computed != len(sequence.block_ids) * self.block_size:
+                    return
+                self._take(sequence, block)
+        elif sequence.num_computed == 0 and not sequence.block_ids:
+            self._start_at_checkpoint(sequence, self.states)
+
+    def next_block(self, sequence: Sequence) -> bytes | None:
+        """The hash of the whole block that the sequence computes next; None where it would not be shared."""
+        index = sequence.num_computed // self.block_size
+        is_on_border = sequence.num_computed == len(sequence.block_ids) * self.block_size
+        is_whole = (index + 1) * self.block_size < sequence.num_known
+        if not is_on_border or not is_whole or self.states is not None or not self._may_share(sequence):
+            return None
+        return self._block_hash(sequence, index)
+
+    def blocks_between(self, sequence: Sequence, start: int, end: int) -> Iterator[bytes]:
+        """Hashes of the blocks that a prompt chunk computes, the last of them perhaps in part."""
+        if self.prefix is not None:
+            last = min(end, sequence.num_known - self.block_size) // self.block_size
+            for index in range(start // self.block_size, last + 1):
+                yield self._block_hash(sequence, index)
+
+    def remember(self, sequence: Sequence) -> None:
+        """The blocks that are now full can be found by others."""
+        num_whole = sequence.num_computed // self.block_size
+        if self.prefix is None or num_whole <= sequence.num_remembered:
+            return
+        for index in range(max(sequence.num_remembered, sequence.num_cached // self.block_size), num_whole):
+            self.prefix.put(self._block_hash(sequence, index), sequence.block_ids[index])
+        sequence.num_remembered = num_whole
+
+    def _known_blocks(self, sequence: Sequence, first: int) -> Iterator[bytes]:
+        """Hashes of the sequence's blocks from `first` on, as long as somebody computed them."""
+        assert self.prefix is not None
+        # At least one prompt token is computed, because its logits are wanted.
+        last = (sequence.num_known - 1 if sequence.prompt_is_complete else sequence.num_known) // self.block_size
+        for index in range(first, last):
+            block_hash = self._block_hash(sequence, index)
+            if block_hash not in self.prefix:
+                return
+            yield block_hash
+
+    def _take(self, sequence: Sequence, block_hash: bytes) -> None:
+        assert self.prefix is not None
+        block = self.prefix.take(block_hash)
+        assert block is not None
+        sequence.block_ids.append(block)
+        sequence.num_computed += self.block_size
+        sequence.num_cached += self.block_size
+        self.prefix.num_hit_tokens += self.block_size
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return self.prefix is not None and sequence.request.sampling.prompt_logprobs is None
+
+    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+        """The chained hash of block `index`, extending the sequence's own list of them."""
+        hashes, block_size = sequence.block_hashes, self.block_size
+        while len(hashes) <= index:
+            previous = hashes[-1] if hashes else root_hash(self.model_identity, sequence.request.rotary)
+            start = len(hashes) * block_size
+            hashes.append(chain_hash(previous, sequence.tokens[start : start + block_size]))
+        return hashes[index]
+
+    # --- recurrent state ---
+
+    def state_use(self, sequence: Sequence, end: int) -> StateUse | None:
+        """Where the state of a chunk that ends at `end` comes from, and where it is saved."""
+        if self.states is None:
+            return None
+        assert sequence.state_slot is not None, "a sequence that runs has a slot"
+        is_saved = end % self.block_size == 0 and self._may_share(sequence)
+        return StateUse(
+            slot=sequence.state_slot,
+            source=sequence.state_slot if sequence.state_is_current else sequence.state_source,
+            save_to=self.states.acquire_checkpoint() if is_saved else None,
+        )
+
+    def commit_state(self, sequence: Sequence, chunk: Chunk) -> None:
+        """The chunk was computed: the slot holds its state, and so does the checkpoint, if there is one."""
+        if self.states is None or chunk.state is None:
+            return
+        sequence.state_is_current = True
+        self._unpin(sequence)
+        if chunk.state.save_to is None:
+            return
+        prefix = self._block_hash(sequence, chunk.end // self.block_size - 1)
+        self.states.keep(prefix, chunk.state.save_to)
+        self._thin_out(sequence, self.states, chunk.end)
+        sequence.last_checkpoint = chunk.end
+
+    def forgo_state(self, chunk: Chunk) -> None:
+        """The chunk will not be computed, or was not: nothing is saved."""
+        if self.states is not None and chunk.state is not None and chunk.state.save_to is not None:
+            self.states.forgo(chunk.state.save_to)
+
+    def _thin_out(self, sequence: Sequence, states: StatePool, end: int) -> None:
+        """The checkpoint before the one just saved at `end` stays if it is the prompt's last, or far from others."""
+        last = sequence.last_checkpoint
+        is_last_of_prompt = last <= sequence.num_prompt_tokens < end
+        if is_last_of_prompt or last - sequence.kept_checkpoint >= CHECKPOINT_TOKENS:
+            sequence.kept_checkpoint = last
+        elif last > sequence.kept_checkpoint:
+            states.drop(self._block_hash(sequence, last // self.block_size - 1))
+
+    def _start_at_checkpoint(self, sequence: Sequence, states: StatePool) -> None:
+        """The last one whose blocks are all there; a state alone is of no use to the attention layers."""
+        blocks: list[bytes] = []
+        num_usable = 0
+        for block_hash in self._known_blocks(sequence, 0):
+            blocks.append(block_hash)
+            if block_hash in states:
+                num_usable = len(blocks)
+        for block_hash in blocks[:num_usable]:
+            self._take(sequence, block_hash)
+        if num_usable:
+            sequence.state_source = states.pin(blocks[num_usable - 1])
+            sequence.last_checkpoint = sequence.kept_checkpoint = sequence.num_computed
+
+    def _unpin(self, sequence: Sequence) -> None:
+        if self.states is not None and sequence.state_source is not None:
+            self.states.unpin(sequence.state_source)
+            sequence.state_source = None

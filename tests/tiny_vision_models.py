@@ -1,0 +1,203 @@
+"""Tiny random image-text models of every kind that is promised, and prompts as their processors would return them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import VOCABULARY, prompt
+from transformers import PretrainedConfig, PreTrainedModel
+
+IMAGE_TOKEN = 190
+VIDEO_TOKEN = 191
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_VIT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_QWEN_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+
+
+def _text(kind: str, **values: Any) -> PretrainedConfig:
+    return transformers.AutoConfig.for_model(kind, **(_TEXT | values))
+
+
+def _images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+
+
+def _squares() -> dict[str, torch.Tensor]:
+    return {"pixel_values": _images(2, 3, 32, 32)}
+
+
+def _tiles() -> dict[str, torch.Tensor]:
+    """One sample with two images and a tile of padding, as a batch of unlike samples would have."""
+    pixels = _images(1, 3, 3, 32, 32)
+    pixels[0, 2] = 0
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 3, 32, 32, dtype=torch.bool)}
+
+
+def _grids() -> dict[str, torch.Tensor]:
+    grids = torch.tensor([[1, 8, 8], [1, 4, 12]])
+    return {"pixel_values": _images(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4), "image_grid_thw": grids}
+
+
+def _sizes() -> dict[str, torch.Tensor]:
+    """Images of two sizes, padded to one."""
+    pixels = _images(2, 3, 32, 32)
+    pixels[1, :, 16:] = 0
+    pixels[1, :, :, 24:] = 0
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 32], [16, 24]])}
+
+
+def _two_of_a_sample() -> dict[str, torch.Tensor]:
+    sizes = torch.tensor([[32, 64], [32, 32]])
+    return {
+        "pixel_values": _images(2, 1, 3, 32, 32),
+        "image_sizes": sizes,
+        "batch_num_images": torch.tensor([2]),
+    }
+
+
+def _qwen2_5_vl() -> PretrainedConfig:
+    return transformers.Qwen2_5_VLConfig(
+        text_config=_TEXT | {"rope_parameters": _MROPE},
+        vision_config=_QWEN_VISION | {"depth": 3, "window_size": 16, "fullatt_block_indexes": [1]},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+    )
+
+
+def _qwen3_vl() -> PretrainedConfig:
+    return transformers.Qwen3VLConfig(
+        text_config=_TEXT | {"head_dim": 16, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
+        vision_config=_QWEN_VISION | {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+    )
+
+
+def _gemma3() -> PretrainedConfig:
+    return transformers.Gemma3Config(
+        text_config=_TEXT | {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 13, "num_hidden_layers": 7},
+        vision_config=_VIT,
+        mm_tokens_per_image=16,
+        image_token_id=IMAGE_TOKEN,
+    )
+
+
+def _idefics3(kind: str) -> PretrainedConfig:
+    return getattr(transformers, kind)(
+        text_config=_text("llama"), vision_config=_VIT, image_token_id=IMAGE_TOKEN, scale_factor=2, pad_token_id=0
+    )
+
+
+def _llava() -> PretrainedConfig:
+    vision = transformers.CLIPVisionConfig(**_VIT)
+    return transformers.LlavaConfig(text_config=_text("llama"), vision_config=vision, image_token_id=IMAGE_TOKEN)
+
+
+def _llava_onevision() -> PretrainedConfig:
+    return transformers.LlavaOnevisionConfig(
+        text_config=_text("qwen2"),
+        vision_config=transformers.SiglipVisionConfig(**_VIT),
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
+    )
+
+
+def _mistral3() -> PretrainedConfig:
+    vision = transformers.PixtralVisionConfig(**(_VIT | {"patch_size": 4, "head_dim": 8}))
+    return transformers.Mistral3Config(
+        text_config=_text("mistral", sliding_window=None, head_dim=16),
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN,
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+
+
+def _internvl() -> PretrainedConfig:
+    vision = transformers.InternVLVisionConfig(**(_VIT | {"image_size": [32, 32], "patch_size": [8, 8]}))
+    return transformers.InternVLConfig(
+        text_config=_text("qwen2"), vision_config=vision, image_token_id=IMAGE_TOKEN, downsample_ratio=0.5
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    config: Callable[[], PretrainedConfig]
+    images: Callable[[], dict[str, torch.Tensor]]  # the processor's tensors for two images
+    tower: str  # the module that encodes
+
+
+KINDS = {
+    "qwen2.5-vl": Kind(config=_qwen2_5_vl, images=_grids, tower="model.visual"),
+    "qwen3-vl": Kind(config=_qwen3_vl, images=_grids, tower="model.visual"),
+    "gemma3": Kind(config=_gemma3, images=_squares, tower="model.vision_tower"),
+    "smolvlm": Kind(config=lambda: _idefics3("SmolVLMConfig"), images=_tiles, tower="model.vision_model"),
+    "idefics3": Kind(config=lambda: _idefics3("Idefics3Config"), images=_tiles, tower="model.vision_model"),
+    "llava": Kind(config=_llava, images=_squares, tower="model.vision_tower"),
+    "llava-onevision": Kind(config=_llava_onevision, images=_two_of_a_sample, tower="model.vision_tower"),
+    "mistral3": Kind(config=_mistral3, images=_sizes, tower="model.vision_tower"),
+    "internvl": Kind(config=_internvl, images=_squares, tower="model.vision_tower"),
+}
+
+
+def tiny_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(KINDS[name].config()).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3))
+    return model
+
+
+@torch.no_grad()
+def processed_prompt(name: str, model: PreTrainedModel, *, num_text: tuple[int, int, int] = (11, 5, 23)) -> dict:
+    """Text, an image, text, an image, text: ids with expanded placeholders, and what else the processor returns."""
+    images = KINDS[name].images()
+    features = model.base_model.get_image_features(**images, return_dict=True).pooler_output
+    rows = [one.flatten(0, -2).shape[0] for one in features]
+    if len(rows) == 1:
+        rows = [rows[0] // 2] * 2
+    texts = [[token for token in prompt(n, seed) if token < IMAGE_TOKEN] for seed, n in enumerate(num_text)]
+    ids = torch.tensor([[*texts[0], *[IMAGE_TOKEN] * rows[0], *texts[1], *[IMAGE_TOKEN] * rows[1], *texts[2]]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
+    types = (ids == IMAGE_TOKEN).long()
+    if name == "gemma3":
+        inputs["token_type_ids"] = types
+    if name.startswith("qwen"):
+        inputs["mm_token_type_ids"] = types
+    return inputs
