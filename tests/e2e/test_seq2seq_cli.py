@@ -93,4 +93,4 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path):
     config |= {"model_type": "mine", "auto_map": {"AutoModelForSeq2SeqLM": "modeling_mine.Mine"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "modeling_mine.py").write_text("raise SystemExit(77)")
-    assert "code that comes with a model is not run" in refusal(penstock("run", tmp_path, "-p", "w3"))
+    assert "such code is never run" in refusal(penstock("run", tmp_path, "-p", "w3"))

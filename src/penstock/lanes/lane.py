@@ -51,7 +51,7 @@ class LaneFacts:
         return replace(self, applied=False, reason=reason)
 
     def reading_whole(self, reason: str) -> LaneFacts:
-        return replace(self, eligible=False, applied=False, reason=reason)
+        return replace(self, eligible=False, applied=False, reads_whole=True, reason=reason)
 
 
 class Lane(Protocol):
