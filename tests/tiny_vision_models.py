@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 IMAGE_TOKEN = 190
 VIDEO_TOKEN = 191
+VISION_START_TOKEN = 192
 _TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -92,6 +93,7 @@ def _qwen2_5_vl() -> PretrainedConfig:
         vision_config=_QWEN_VISION | {"depth": 3, "window_size": 16, "fullatt_block_indexes": [1]},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START_TOKEN,
     )
 
 
@@ -101,6 +103,7 @@ def _qwen3_vl() -> PretrainedConfig:
         vision_config=_QWEN_VISION | {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START_TOKEN,
     )
 
 
@@ -193,6 +196,9 @@ def processed_prompt(name: str, model: PreTrainedModel, *, num_text: tuple[int, 
     if len(rows) == 1:
         rows = [rows[0] // 2] * 2
     texts = [[token for token in prompt(n, seed) if token < IMAGE_TOKEN] for seed, n in enumerate(num_text)]
+    if name.startswith("qwen"):
+        texts[0].append(VISION_START_TOKEN)
+        texts[1].append(VISION_START_TOKEN)
     ids = torch.tensor([[*texts[0], *[IMAGE_TOKEN] * rows[0], *texts[1], *[IMAGE_TOKEN] * rows[1], *texts[2]]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
     types = (ids == IMAGE_TOKEN).long()

@@ -65,6 +65,7 @@ class PromptReading:
         self.chunks: list[ChunkRecord] = []
         self.adjustments: list[str] = []
         self.predicted_bytes = 0
+        self.base_bytes = 0  # held when the first chunk begins
         self.started = self.chunk_started = time.perf_counter()
 
     def reading(self) -> Reading:
@@ -78,12 +79,14 @@ class PromptReading:
         )
 
     def chunk_limit(self, start: int) -> int:
+        """Freed memory stays with the process and is used again, so what is held is measured once and then summed."""
         limits, memory = self.limits, self.limits.memory
-        upper = min(limits.chunk_size, self.prompt.num_tokens - start)
-        held = held_bytes(limits.device)
-        limit = upper
+        if start == 0:
+            self.base_bytes = held_bytes(limits.device)
+        held = self.base_bytes + self.batch * start * memory.shape.kv_bytes_per_token
+        position, end = self.num_cached + start, self.num_cached + self.prompt.num_tokens
+        upper = limit = min(limits.chunk_size, self.prompt.num_tokens - start)
         if limits.budget_bytes is not None:
-            position, end = self.num_cached + start, self.num_cached + self.prompt.num_tokens
             room = {"batch": self.batch, "start": position}
             memory.require_room(**room, end=end, held_bytes=held, budget_bytes=limits.budget_bytes)
             limit = max(1, memory.largest_chunk(**room, free_bytes=limits.budget_bytes - held, upper=upper))
@@ -91,8 +94,8 @@ class PromptReading:
             self.adjustments.append(
                 f"the chunk at token {start} has {limit} tokens instead of {upper}, to stay within memory"
             )
-        context = self.num_cached + start + limit
-        self.predicted_bytes = held + memory.added_bytes(batch=self.batch, chunk=limit, context=context)
+        added = memory.added_bytes(batch=self.batch, chunk=limit, context=position + limit)
+        self.predicted_bytes = held + added
         return limit
 
     def on_chunk(self, start: int, end: int, reason: str) -> None:

@@ -24,7 +24,8 @@ class ForwardMemory:
         model = MemoryModel(shape=shape, tiling=tiling, runtime_bytes=0, block_size=1)
         layer_kv = shape.kv_bytes_per_token // shape.num_layers
         mask = chunk * context * (2 + shape.dtype_bytes)
-        concatenated = 2 * context * layer_kv  # a layer's old keys and values live beside the longer ones
+        # Every layer's keys and values are copied into longer tensors; the holes of the shorter ones do not fit them.
+        concatenated = (context - chunk) * shape.kv_bytes_per_token
         repeated = context * layer_kv * (shape.num_heads // shape.num_kv_heads)
         scores = shape.num_heads * chunk * context * (4 + 2 * shape.dtype_bytes) if self.keeps_scores else 0
         per_sequence = model.activation_bytes(chunk, context) + mask + concatenated + repeated + scores
