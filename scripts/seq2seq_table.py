@@ -167,16 +167,16 @@ def printed_json(*arguments: str) -> dict:
 
 
 def show_prediction(kind: str, folder: Path) -> bool:
-    """A whole run of the command, with a model of the usual size, within a budget that lowers the chunk."""
+    """A whole run of the command, with a model of the usual size."""
     model_class = transformers.AutoModelForSeq2SeqLM
     config = transformers.T5Config(decoder_start_token_id=0) if kind == "t5" else bart_config(6, PLANNED_LENGTH)
     model_class.from_config(config).save_pretrained(folder)
     save_tokenizer(folder)
     source = folder / "source.txt"
     source.write_text(" ".join(f"w{token}" for token in prompt(PLANNED_LENGTH)))
-    plan = printed_json("plan", str(folder), "--prompt-tokens", str(PLANNED_LENGTH), "--chunk-size", "128")
-    budget = str(plan["peak_bytes"])
-    run = printed_json("run", str(folder), "-f", str(source), "--max-tokens", "2", "--memory", budget, "--threads", "1")
+    settings = ["--chunk-size", "128", "--threads", "1"]
+    plan = printed_json("plan", str(folder), "--prompt-tokens", str(PLANNED_LENGTH), *settings)
+    run = printed_json("run", str(folder), "-f", str(source), "--max-tokens", "2", *settings)
     measured, predicted = run["peak_bytes"]["measured"], run["peak_bytes"]["predicted"]
     gap = max(abs(plan["peak_bytes"] / measured - 1), abs(predicted / measured - 1))
     holds = gap <= LARGEST_GAP and run["lane"]["applied"]
