@@ -18,13 +18,13 @@ CONFIG_FILE = "penstock.toml"
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
-# Resident bytes of Python, torch and the tokenizer before any weight, on x86-64 Linux with torch 2.13: the middle of
-# 300 to 400 MB, which depends on how much of the libraries' files is cached. The engine measures its own.
-RUNTIME_BYTES_ESTIMATE = 336 * 2**20
-# What transformers and the code of one of its models add to it: the middle of 104 to 164 MiB, for the same reason. And
-# of that what only the first calls load.
+# What becomes resident with the first chunk: the code and buffers of the matrix library.
+FIRST_CALL_BYTES_ESTIMATE = 28 * 2**20
+# Resident bytes of Python, torch and the tokenizer on x86-64 Linux with torch 2.13: the middle of 300 to 400 MB, which
+# depends on how much of the libraries' files is cached, and the first chunk. The engine measures its own.
+RUNTIME_BYTES_ESTIMATE = 336 * 2**20 + FIRST_CALL_BYTES_ESTIMATE
+# What importing a model class of transformers adds.
 TRANSFORMERS_BYTES_ESTIMATE = 134 * 2**20
-FIRST_CALL_BYTES_ESTIMATE = 16 * 2**20
 # Share of the free memory left to others when no budget is given.
 FREE_MEMORY_MARGIN = 0.1
 # Of the memory beside the weights that recurrent states may take.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.config import EngineConfig
+from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
 from penstock.engine.loading import (
     LoadedModel,
     attention_backend,
@@ -54,7 +54,7 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     tokenizer = Tokenizer(parts.backend)
     gpu = gpu_memory(device)
     return_freed_memory()
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes()
+    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
     max_context, warnings = context_limit(config, spec.max_context)
     memory = generic_memory_model(files, spec, verdict, config, dtype, runtime_bytes, budget, device.type)

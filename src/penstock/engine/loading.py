@@ -12,7 +12,7 @@ import torch
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
 from penstock.cache.storage import KvStorage, StateStorage
-from penstock.config import EngineConfig
+from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
 from penstock.engine.planning import (
     CPU_TILING,
     DeviceMemory,
@@ -87,7 +87,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     tokenizer = Tokenizer(parts.backend)
     gpu = gpu_memory(device)
     budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes()
+    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
     memory = memory_model(files, config, dtype, runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)

@@ -67,7 +67,7 @@ class Experts:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(first, first + count)
-                part_RM = self._expert(expert, x_TM[tokens_R[rows]])
+                part_RM = self._expert(expert, _padded(x_TM[tokens_R[rows]]))[:count]
                 out_TM.index_add_(0, tokens_R[rows], part_RM.mul_(weights_R[rows, None]))
                 first += count
         if self.shared is not None:
@@ -137,6 +137,15 @@ class Experts:
         yield f"{shared}.{names.down}.weight", down
         if self.shared_gate is not None:
             yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
+
+
+def _padded(x_RM: torch.Tensor) -> torch.Tensor:
+    """Rows up to one of few numbers: a CPU's matrix library keeps code and buffers for every number it has seen."""
+    num_rows = len(x_RM)
+    if x_RM.is_cuda or num_rows in (1, 2, 4):
+        return x_RM
+    step = 8 if num_rows <= 32 else 32 if num_rows <= 256 else 128
+    return F.pad(x_RM, (0, 0, 0, -num_rows % step))
 
 
 def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
