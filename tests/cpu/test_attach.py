@@ -307,12 +307,6 @@ def test_static_windows_are_refused():
         generate(model, input_ids=ids(), cache_implementation="static")
 
 
-def test_encoder_decoders_are_refused_with_the_reason():
-    config = transformers.T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)
-    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        penstock.attach(transformers.T5ForConditionalGeneration(config))
-
-
 def test_other_objects_and_bad_settings_are_refused(llama):
     with pytest.raises(UnsupportedModel, match="not Linear"):
         penstock.attach(torch.nn.Linear(2, 2))

@@ -12,6 +12,7 @@ from penstock.config import EngineConfig, parse_bytes
 from penstock.errors import InvalidSetting, PenstockError, UnsupportedModel
 from penstock.lanes.attached_media import AttachedImages, media_prompt
 from penstock.lanes.attached_prompt import Limits, OnProgress, PromptReading, Reading
+from penstock.lanes.attached_source import SourceAttachment
 from penstock.lanes.chunk_check import CHUNK_SIZES, chunk_check
 from penstock.lanes.forward_call import ForwardPrompt, TextCall, num_tokens, read_in_chunks
 from penstock.lanes.forward_memory import forward_memory, held_bytes
@@ -28,19 +29,20 @@ def attach(
     chunk_size: int | None = None,
     memory: str | int | None = None,
     on_progress: OnProgress | None = None,
-) -> Attachment:
+) -> Attachment | SourceAttachment:
     """From now on `model.generate(...)` reads prompts in chunks of at most `chunk_size`, within `memory`."""
     _require_model(model)
     if attached(model) is not None:
         raise InvalidSetting("The model is attached already; call penstock.detach(model) first.")
     largest = _largest_chunk_size(chunk_size, memory)
+    budget = None if memory is None else parse_bytes(memory)
+    if model.config.is_encoder_decoder:
+        source = SourceAttachment(model, chunk_size=largest, budget_bytes=budget, on_progress=on_progress)
+        model.generate = _Wrapped(source.generate, like=model.generate)
+        source.encoder.forward = _Wrapped(source.encode, like=source.encoder.forward)
+        return source
     _require_exact(model)
-    attachment = Attachment(
-        model,
-        chunk_size=largest,
-        budget_bytes=None if memory is None else parse_bytes(memory),
-        on_progress=on_progress,
-    )
+    attachment = Attachment(model, chunk_size=largest, budget_bytes=budget, on_progress=on_progress)
     model.generate = _Wrapped(attachment.generate, like=model.generate)
     model.forward = _Wrapped(attachment.forward, like=model.forward)
     return attachment
@@ -54,7 +56,7 @@ def detach(model: Any) -> None:
     attachment.restore()
 
 
-def attached(model: Any) -> Attachment | None:
+def attached(model: Any) -> Attachment | SourceAttachment | None:
     wrapped = vars(model).get("generate")
     return wrapped.call.__self__ if isinstance(wrapped, _Wrapped) else None
 
@@ -198,11 +200,6 @@ def _require_model(model: Any) -> None:
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise UnsupportedModel(f"attach takes a transformers model that can generate, not {kind}.")
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{kind} is an encoder-decoder; its source cannot be cut like a prompt, and attach does not read it "
-            f"in tiles yet. Use it without attach."
-        )
 
 
 def _require_exact(model: Any, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, *, num_padding: int = 0) -> None:
