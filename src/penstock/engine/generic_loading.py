@@ -84,7 +84,7 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
         max_context=max_context,
         dtype=dtype,
         device=device,
-        adjustments=(*warnings, *_adjustments(facts, config)),
+        adjustments=(*warnings, *way_adjustments(facts, config)),
     )
 
 
@@ -135,7 +135,7 @@ def _measured_shape(memory: MemoryModel, spec: GenericSpec, entering: EnteringMo
     )
 
 
-def _adjustments(facts: LaneFacts, config: EngineConfig) -> list[str]:
+def way_adjustments(facts: LaneFacts, config: EngineConfig) -> list[str]:
     """What the way of running takes away from what was asked for."""
     found: list[str] = []
     if facts.reads_whole and config.chunk_size != 0:
