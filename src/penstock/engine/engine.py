@@ -258,6 +258,8 @@ class Engine:
         if feed is None and not tokens:
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
         num_tokens = len(tokens) if feed is None else feed.num_total or 0
+        if media is not None and media.features is not None and params.prompt_logprobs is not None:
+            raise InvalidSetting("The tokens of an image have no log-probabilities. Leave prompt_logprobs out.")
         atomic_spans = () if media is None else media.atomic
         if self.config.strict and num_tokens:
             self.plan(num_tokens, atomic_spans)  # refuses before any work

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
-from penstock.errors import InvalidSetting, MemoryTooSmall
+from penstock.errors import InvalidModelFile, InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
     DTYPE_BYTES,
     GENERIC_MULTIMODAL,
@@ -194,6 +194,16 @@ def media_shares(memory: MemoryModel, budget_bytes: int) -> tuple[int, int]:
     return min(encoder, MOST_ENCODER_BYTES), min(features, MOST_FEATURE_BYTES)
 
 
+def _image_text_spec(files: ModelFiles) -> GenericSpec:
+    """Configs of image-text models may leave sizes to the library's defaults, which are then asked of it."""
+    try:
+        return generic_spec(files.config)
+    except InvalidModelFile:
+        from penstock.models.pretrained import image_text_class
+
+        return generic_spec(image_text_class(files)[1].to_dict())
+
+
 def num_own_states(shape: ModelShape, config: EngineConfig, free_bytes: int) -> int:
     """Sequences whose states may be resident where the model keeps them itself, without checkpoints."""
     return state_slots(shape, dataclasses.replace(config, prefix_cache=False), free_bytes)[0]
@@ -240,8 +250,8 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     else:
         verdict = kept_verdict(files, lane, dtype, device)
         lane = judged(lane, verdict, is_strict=config.strict)
-        spec = generic_spec(files.config)
         reads_images = lane.id == GENERIC_MULTIMODAL
+        spec = _image_text_spec(files) if reads_images else generic_spec(files.config)
         memory = generic_memory_model(
             files, spec, verdict, config, dtype, runtime_bytes, budget, device, reads_images=reads_images
         )
