@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 IMAGE_TOKEN = 190
 VIDEO_TOKEN = 191
@@ -249,6 +250,14 @@ def gemma3_processor() -> transformers.Gemma3Processor:
     special = {"image_token": "<img>", "boi_token": "<image>", "eoi_token": "<end>"}
     pixels = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     return transformers.Gemma3Processor(image_processor=pixels, tokenizer=tokenizer(**special), image_seq_length=16)
+
+
+def idefics3_processor() -> transformers.Idefics3Processor:
+    """Cuts each picture into four tiles beside the whole of it."""
+    tiles = {f"tile_{row}{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)}
+    special = {"image_token": "<image>", "around": "<fake_token_around_image>", "whole": "<global-img>", **tiles}
+    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    return transformers.Idefics3Processor(image_processor=pixels, tokenizer=tokenizer(**special), image_seq_len=4)
 
 
 def pictures(num_images: int) -> list[Image.Image]:
