@@ -1,5 +1,6 @@
 """Image-text models through the engine: any chunks give plain transformers' answer, and each image is encoded once."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ from tiny_vision_models import (
 )
 
 from penstock.config import load_config
+from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.planning import plan
@@ -219,6 +221,44 @@ def test_an_abort_in_the_middle_of_the_prompt_frees_everything(load):
     assert not engine.scheduler.has_work
     engine.scheduler.check()
     assert engine.scheduler.pool.num_available == engine.scheduler.pool.num_blocks
+
+
+def test_the_async_engine_takes_images(load):
+    expected = answer(load("llava", chunk_size=7)).token_ids
+
+    async def ask():
+        engine = AsyncEngine(load("llava", chunk_size=7))
+        try:
+            return await engine.generate(TEXT, images=pictures(2), max_tokens=NUM_GENERATED, ignore_eos=True)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(ask()).token_ids == expected
+
+
+def test_a_model_whose_whole_prompt_sees_itself_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.PaliGemmaConfig(
+        text_config=transformers.GemmaConfig(vocab_size=199, head_dim=16, num_key_value_heads=2, **sizes),
+        vision_config=transformers.SiglipVisionConfig(image_size=32, patch_size=8, projection_dim=64, **sizes),
+        projection_dim=64,
+        image_token_id=IMAGE_TOKEN,
+    )
+    torch.manual_seed(0)
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    tokens = [token for token in prompt(40) if token < IMAGE_TOKEN]
+    written, reference = plain(model, {"input_ids": torch.tensor([tokens])})
+    with Engine.load(str(tmp_path), dtype="float32", memory="4GiB", threads=1, chunk_size=7) as engine:
+        recorder = LogitRecorder(engine)
+        output = engine.generate(tokens, max_tokens=NUM_GENERATED, ignore_eos=True)
+        assert output.num_prompt_chunks == 1
+        assert output.token_ids == written
+        assert float((recorder.all - reference).abs().max()) <= EXACT
+        assert "the whole prompt sees itself" in engine.lane.reason
+        assert any("read whole" in adjustment for adjustment in engine.adjustments)
 
 
 # --- spans that see themselves ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ NOT_PACKED = Finding(exact=False, max_difference=None, reason="one sequence per 
 def check_media(lane: MultimodalLane) -> Verdict:
     """A model whose pictures are not read as its plain forward reads them is refused; else whole is always right."""
     text = chunk_check(lane.model)
-    found = Finding(exact=text.exact, max_difference=text.max_difference, reason=f"text {text.reason}")
+    found = Finding(exact=text.exact, max_difference=text.max_difference, reason=f"text {text.reason.rstrip('.')}")
     if text.exact and lane.processor is not None:
         found = _check_picture(lane)
     return Verdict(**found.model_dump(), way=Way.OWN_CACHE, packing=NOT_PACKED)
@@ -33,7 +33,9 @@ def _check_picture(lane: MultimodalLane) -> Finding:
     try:
         inputs = _picture_inputs(lane)
     except InvalidMedia as error:
-        return Finding(exact=True, max_difference=None, reason=f"text is; a picture could not be tried: {error}")
+        return Finding(
+            exact=True, max_difference=None, reason=f"text is; no picture was tried: {str(error).rstrip('.')}"
+        )
     try:
         with torch.no_grad():
             plain_V = lane.model(**inputs, use_cache=False).logits[0, -1].float()
