@@ -30,7 +30,15 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.planning import plan
-from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, MemoryTooSmall, UnknownLane, UnsupportedModel
+from penstock.errors import (
+    InvalidMedia,
+    InvalidPrompt,
+    InvalidSetting,
+    MemoryTooSmall,
+    PromptTooLong,
+    UnknownLane,
+    UnsupportedModel,
+)
 from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, pick_lane
 from penstock.lanes.media_check import NOT_PACKED, check_media
 from penstock.lanes.media_processor import MediaProcessor
@@ -340,6 +348,7 @@ def test_a_plan_counts_the_tower_the_features_and_the_encoder(saved):
     assert planned.lane.id == GENERIC_MULTIMODAL
     assert planned.prompt.weight_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert 0 < planned.prompt.media_bytes < 2**30
+    assert any("prefix cache is off" in adjustment for adjustment in planned.prompt.adjustments)
     text = model.config.get_text_config()
     keys_and_values = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
     assert planned.prompt.kv_bytes >= 500 * (keys_and_values + text.hidden_size * 4)
@@ -447,6 +456,14 @@ def test_a_folder_without_a_processor_reads_text_and_says_why_not_images(saved):
             answer(engine)
 
 
+def test_what_is_too_long_is_refused_before_it_is_encoded(load):
+    engine = load("llava", context=30)
+    encoded = count_images(engine.model.lane.model, "llava")
+    with pytest.raises(PromptTooLong, match="the context holds 30"):
+        answer(engine)
+    assert not encoded
+
+
 # --- the command line ---------------------------------------------------------------------------------------
 
 
@@ -483,11 +500,17 @@ def test_run_takes_images_between_files_and_the_text(saved, tmp_path):
     assert any("prefix cache is off" in adjustment for adjustment in document["plan"]["adjustments"])
 
 
-@pytest.mark.parametrize("name", ["notes.png", "nowhere.png"])
-def test_run_refuses_what_is_no_image_in_one_sentence(saved, tmp_path, name):
+@pytest.mark.parametrize("name", ["notes.png", "nowhere.png", "text-model.png"])
+def test_run_refuses_images_in_one_sentence(saved, tmp_path, name):
+    """One that is not an image, one that is not there, and one for a model that reads text only."""
     (tmp_path / "notes.png").write_text("not an image")
-    done = penstock("run", saved("llava")[0], "--image", tmp_path / name, "-p", "w1", "--memory", "4GiB")
+    folder = saved("llava")[0]
+    if name == "text-model.png":
+        pictures(1)[0].save(tmp_path / name)
+        folder = tmp_path / name.removesuffix(".png")
+        save_tiny_model("llama", folder)
+    done = penstock("run", folder, "--image", tmp_path / name, "-p", "w1", "--memory", "4GiB")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip().count("\n") == 0
-    assert name in done.stderr
+    assert ("reads text only" if name == "text-model.png" else name) in done.stderr

@@ -26,6 +26,7 @@ from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import MediaPrompt
+from penstock.lanes.multimodal import PromptLimits
 from penstock.plan.machine import peak_resident_bytes, resident_bytes
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.prompt.source import TextPart
@@ -373,7 +374,8 @@ class Engine:
             refuse_media(prompt, images, self.lane.id)
             return None
         free_bytes = self.model.budget_bytes - self.model.memory.fixed_bytes(self.scheduler.resident_tokens)
-        read = reader.read(prompt, images, free_bytes)
+        limits = PromptLimits(refuse_too_long=self._refuse_too_long, free_bytes=free_bytes)
+        read = reader.read(prompt, images, limits)
         if isinstance(read, MediaPrompt):
             return read
         tokens = self._encode(read)

@@ -17,6 +17,7 @@ from penstock.engine.loading import (
     return_freed_memory,
 )
 from penstock.engine.planning import (
+    NO_SHARED_PREFIXES,
     choose_dtype,
     context_limit,
     generic_memory_model,
@@ -141,7 +142,7 @@ def way_adjustments(facts: LaneFacts, config: EngineConfig) -> list[str]:
     if facts.reads_whole and config.chunk_size != 0:
         found.append(f"prompts are read whole: {facts.reason}")
     if not facts.shares_prefixes and config.prefix_cache:
-        found.append("the prefix cache is off: the model keeps its own cache for each sequence")
+        found.append(NO_SHARED_PREFIXES)
     if not facts.shares_prefixes and config.overlap:
         message = f"overlap {config.overlap} lowered to 0: the model's own cache cannot be rewound"
         if config.strict:

@@ -10,12 +10,13 @@ from penstock.engine.feed import TokenFeed
 from penstock.engine.prompts import Message, joined_text, parts_with_text
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.lanes.media import MediaPrompt
-from penstock.lanes.multimodal import MultimodalLane
+from penstock.lanes.multimodal import MultimodalLane, PromptLimits
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.source import TextPart
 from penstock.prompt.tokens import Tokenizer
 
 IMAGE_PART = {"type": "image"}
+Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,40 +28,41 @@ class MediaPromptReader:
     template: ChatTemplate | None
     bos_token: str | None
 
-    def read(self, prompt: str | Sequence[int] | Sequence[Message], images: Sequence[Any], free_bytes: int) -> Any:
-        """The prompt, its images encoded. A text has a placeholder for each image; messages have image parts."""
+    def read(self, prompt: Prompt, images: Sequence[Any], limits: PromptLimits) -> MediaPrompt | Sequence[Any]:
+        """With images encoded; without them, token ids: text is read where no processor can be made.
+
+        A text has a placeholder for each image; messages have image parts.
+        """
+        messages = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, Mapping)]
         if isinstance(prompt, str):
-            return self._of_text(prompt, images, add_special_tokens=True, free_bytes=free_bytes)
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if messages and len(messages) == len(prompt):
-            text, found = self._rendered(messages, images)
-            adds = not (self.bos_token and text.startswith(self.bos_token))
-            return self._of_text(text, found, add_special_tokens=adds, free_bytes=free_bytes)
-        if images:
+            text, found, adds_special = prompt, list(images), True
+        elif messages and len(messages) == len(prompt):
+            text, found, adds_special = self._rendered(messages, images)
+        elif images:
             raise InvalidMedia(f"{len(images)} image(s) given with token ids. Give a text or messages with them.")
-        return prompt
+        else:
+            return prompt
+        if not found:
+            return self.tokenizer.encode(text, add_special_tokens=adds_special)
+        return self.lane.prompt(text, found, limits, add_special_tokens=adds_special)
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None) -> TokenFeed:
         """One user message of text. Templates of image-text models look into their content: it is rendered whole."""
         messages = [{"role": "system", "content": system}] if system else []
         content = "".join(joined_text(parts_with_text(parts)))
-        tokens = self.read([*messages, {"role": "user", "content": content}], (), 0)
+        text, _, adds_special = self._rendered([*messages, {"role": "user", "content": content}], ())
+        tokens = self.tokenizer.encode(text, add_special_tokens=adds_special)
         note = "the chat template of an image-text model inspects its content: rendered whole, not streamed"
         return TokenFeed(batches=iter([tokens]), num_total=len(tokens), adjustments=(note,))
 
-    def _of_text(
-        self, text: str, images: Sequence[Any], *, add_special_tokens: bool, free_bytes: int
-    ) -> MediaPrompt | list[int]:
-        """Text alone goes to the tokenizer, so that it is read where no processor can be made."""
-        if not images:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self.lane.prompt(text, images, add_special_tokens=add_special_tokens, free_bytes=free_bytes)
-
-    def _rendered(self, messages: Sequence[Message], images: Sequence[Any]) -> tuple[str, list[Any]]:
+    def _rendered(self, messages: Sequence[Message], images: Sequence[Any]) -> tuple[str, list[Any], bool]:
+        """(text, its images in order, whether special tokens are to be added)."""
         if self.template is None:
             raise InvalidPrompt("The model has no chat template, so messages cannot be rendered. Give a text instead.")
         opened = with_images(messages, images)
-        return self.template.render([bare(message) for message in opened]), list(images_of(opened))
+        text = self.template.render([bare(message) for message in opened])
+        begins_with_bos = bool(self.bos_token) and text.startswith(str(self.bos_token))
+        return text, list(images_of(opened)), not begins_with_bos
 
 
 def refuse_media(prompt: Any, images: Sequence[Any], lane_id: str) -> None:

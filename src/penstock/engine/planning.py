@@ -41,6 +41,9 @@ FEATURE_SHARE, MOST_FEATURE_BYTES = 1 / 16, GIB // 4
 TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING}
 
 
+NO_SHARED_PREFIXES = "the prefix cache is off: the model keeps its own cache for each sequence"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """A prompt's plan with the names of what it was made for."""
@@ -256,6 +259,8 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
             files, spec, verdict, config, dtype, runtime_bytes, budget, device, reads_images=reads_images
         )
     max_context, warnings = context_limit(config, memory.shape.max_context)
+    if lane.id == GENERIC_MULTIMODAL and config.prefix_cache:
+        warnings = [*warnings, NO_SHARED_PREFIXES]
     require_room(memory, config, budget, device)
     prompt = plan_prompt(
         memory, prompt_tokens, config, budget, max_context, is_source=is_source, is_whole=lane.reads_whole

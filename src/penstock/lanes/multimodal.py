@@ -7,7 +7,7 @@ One sequence per call, with the model's own cache. Images are encoded when their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,14 @@ class _Kept:
     num_read: int = 0  # tokens that the cache holds; 0 while a call runs, so that a broken one is not believed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """What a prompt with images is held to before they are encoded."""
+
+    refuse_too_long: Callable[[int], None]  # given its number of tokens
+    free_bytes: int  # that the encoder may take besides its own
+
+
 class MultimodalLane:
     """`processor` is None where none could be made; `why_no_images` then says why, and text is still read."""
 
@@ -68,13 +76,14 @@ class MultimodalLane:
     # --- prompts ---
 
     def prompt(
-        self, text: str, images: Sequence[Any], *, add_special_tokens: bool = True, free_bytes: int = 0
+        self, text: str, images: Sequence[Any], limits: PromptLimits, *, add_special_tokens: bool
     ) -> MediaPrompt:
-        """The processor runs once, here; so does the tower. `free_bytes`: the encoder may take them besides its own."""
+        """The processor runs once, here; so does the tower, after what is too long or too large was refused."""
         if self.processor is None:
             raise InvalidMedia(f"{len(images)} image(s) given, and they cannot be read: {self.why_no_images}")
         inputs = self.inputs(self.processor.inputs(text, images, add_special_tokens=add_special_tokens))
-        self._refuse_too_large(inputs, free_bytes)
+        limits.refuse_too_long(inputs["input_ids"].shape[1])
+        self._refuse_too_large(inputs, limits.free_bytes)
         return MediaPrompt.of(self.media, inputs, encoder_bytes=self.encoder_bytes)
 
     def text_prompt(self, tokens: Sequence[int]) -> MediaPrompt:
