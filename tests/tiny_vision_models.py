@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from tiny_models import VOCABULARY, prompt
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 IMAGE_TOKEN = 190
 VIDEO_TOKEN = 191
@@ -207,3 +214,61 @@ def processed_prompt(name: str, model: PreTrainedModel, *, num_text: tuple[int, 
     if name.startswith("qwen"):
         inputs["mm_token_type_ids"] = types
     return inputs
+
+
+def count_images(model, name) -> list[int]:
+    """Grows by what each call of the tower encodes: the rows of its first input, or the grids of it."""
+    counts: list[int] = []
+
+    def count(module, args, kwargs):
+        pixels = kwargs.get("pixel_values", args[0] if args else None)
+        grids = kwargs.get("grid_thw")
+        counts.append(len(grids) if grids is not None else len(pixels))
+
+    model.get_submodule(KINDS[name].tower).register_forward_pre_hook(count, with_kwargs=True)
+    return counts
+
+
+def tokenizer(**special: str) -> transformers.PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(IMAGE_TOKEN)} | {
+        word: IMAGE_TOKEN + i for i, word in enumerate(special.values())
+    }
+    backend = Tokenizer(WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="w0", pad_token="w0", extra_special_tokens=special
+    )
+
+
+def llava_processor() -> transformers.LlavaProcessor:
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return transformers.LlavaProcessor(
+        image_processor=pixels,
+        tokenizer=tokenizer(image_token="<image>"),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+    )
+
+
+def gemma3_processor() -> transformers.Gemma3Processor:
+    special = {"image_token": "<img>", "boi_token": "<image>", "eoi_token": "<end>"}
+    pixels = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    return transformers.Gemma3Processor(image_processor=pixels, tokenizer=tokenizer(**special), image_seq_length=16)
+
+
+def idefics3_processor() -> transformers.Idefics3Processor:
+    """Cuts each picture into four tiles beside the whole of it."""
+    tiles = {f"tile_{row}{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)}
+    special = {"image_token": "<image>", "around": "<fake_token_around_image>", "whole": "<global-img>", **tiles}
+    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    return transformers.Idefics3Processor(image_processor=pixels, tokenizer=tokenizer(**special), image_seq_len=4)
+
+
+def pictures(num_images: int) -> list[Image.Image]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Image.fromarray(torch.randint(0, 256, (40, 30, 3), generator=generator, dtype=torch.uint8).numpy())
+        for _ in range(num_images)
+    ]

@@ -65,6 +65,14 @@ class SourceReading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens [start, end) that must be computed in one chunk."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The ask. `prompt` holds the tokens known at submission; a streamed prompt adds more through the scheduler."""
 
@@ -77,6 +85,7 @@ class Request:
     deadline_at: float | None = None  # on the clock of arrived_at; None: none
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
+    atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
 
     @property
     def first_decoder_position(self) -> int:

@@ -7,15 +7,18 @@ from collections import UserDict
 
 import pytest
 import torch
-import transformers
 from PIL import Image
 from tiny_models import prompt, tiny_model
-from tiny_vision_models import IMAGE_TOKEN, KINDS, processed_prompt, tiny_vision_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from tiny_vision_models import (
+    IMAGE_TOKEN,
+    KINDS,
+    count_images,
+    gemma3_processor,
+    llava_processor,
+    pictures,
+    processed_prompt,
+    tiny_vision_model,
+)
 
 from penstock.errors import InvalidMedia, UnsupportedModel
 from penstock.lanes.forward_call import read_in_chunks
@@ -58,19 +61,6 @@ def read(media, media_prompt, chunk_limit):
         on_chunk=lambda start, end, reason: chunks.append((start, end, reason)),
     )
     return output.logits, chunks, output.past_key_values
-
-
-def count_images(model, name) -> list[int]:
-    """Grows by what each call of the tower encodes: the rows of its first input, or the grids of it."""
-    counts: list[int] = []
-
-    def count(module, args, kwargs):
-        pixels = kwargs.get("pixel_values", args[0] if args else None)
-        grids = kwargs.get("grid_thw")
-        counts.append(len(grids) if grids is not None else len(pixels))
-
-    model.get_submodule(KINDS[name].tower).register_forward_pre_hook(count, with_kwargs=True)
-    return counts
 
 
 def image_spans(inputs) -> list[tuple[int, int]]:
@@ -283,43 +273,6 @@ def test_paths_bytes_and_images_are_opened(tmp_path):
 
 
 # --- processors ---------------------------------------------------------------------------------------------
-
-
-def tokenizer(**special: str) -> transformers.PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(IMAGE_TOKEN)} | {
-        word: IMAGE_TOKEN + i for i, word in enumerate(special.values())
-    }
-    backend = Tokenizer(WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="w0", pad_token="w0", extra_special_tokens=special
-    )
-
-
-def llava_processor() -> transformers.LlavaProcessor:
-    pixels = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    return transformers.LlavaProcessor(
-        image_processor=pixels,
-        tokenizer=tokenizer(image_token="<image>"),
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
-    )
-
-
-def gemma3_processor() -> transformers.Gemma3Processor:
-    special = {"image_token": "<img>", "boi_token": "<image>", "eoi_token": "<end>"}
-    pixels = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    return transformers.Gemma3Processor(image_processor=pixels, tokenizer=tokenizer(**special), image_seq_length=16)
-
-
-def pictures(num_images: int) -> list[Image.Image]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        Image.fromarray(torch.randint(0, 256, (40, 30, 3), generator=generator, dtype=torch.uint8).numpy())
-        for _ in range(num_images)
-    ]
 
 
 @pytest.mark.parametrize(("name", "make"), [("llava", llava_processor), ("gemma3", gemma3_processor)])

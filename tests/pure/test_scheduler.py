@@ -8,7 +8,7 @@ from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
-from penstock.request import Request, SamplingParams, StepResult
+from penstock.request import Request, SamplingParams, Span, StepResult
 from penstock.schedule.budget import POLICIES, StepCost, TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
 
@@ -73,6 +73,8 @@ def run_step(scheduler, lengths, outputs, states=None):
     tokens, finished = {}, {}
     for chunk in plan.chunks:
         sequence = scheduler.sequences[chunk.sequence_id]
+        for span in sequence.request.atomic_spans:
+            assert not any(span.start < border < span.end for border in (chunk.start, chunk.end)), "a span was cut"
         if chunk.wants_logits:
             token = next_token(sequence.tokens[: chunk.end])
             tokens[sequence.id] = token
@@ -104,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     priority = PrefillPriority.INTERLEAVED
     target = None
     num_checkpoints = None
+    has_spans = False  # of media that are read whole, larger than the budget and than a block
 
     def __init__(self):
         super().__init__()
@@ -113,7 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(
             num_blocks=12,
             chunk_size=7,
-            overlap=0 if has_state else 2,
+            overlap=0 if has_state or self.has_spans else 2,
+            prefix=not self.has_spans,
             priority=self.priority,
             target=self.target,
             cost=cost,
@@ -131,7 +135,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = len(self.prompts)
         self.prompts[request_id] = [seed * 100 + i for i in range(length)]
         self.lengths[request_id] = num_generated
-        self.scheduler.submit(make_request(request_id, self.prompts[request_id], priority=priority))
+        ends = [(0, 5), (5, 17), (20, 30)][seed:] if self.has_spans else []
+        spans = tuple(Span(start=start, end=min(end, length)) for start, end in ends if start < length)
+        self.scheduler.submit(make_request(request_id, self.prompts[request_id], priority=priority, atomic_spans=spans))
 
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data())
@@ -197,8 +203,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.outputs[request_id] == expected
 
 
-def machine_of(priority, target, num_checkpoints=None):
-    values = {"priority": priority, "target": target, "num_checkpoints": num_checkpoints}
+def machine_of(priority, target, num_checkpoints=None, has_spans=False):
+    values = {"priority": priority, "target": target, "num_checkpoints": num_checkpoints, "has_spans": has_spans}
     machine = type("Machine", (SchedulerMachine,), values)
     case = machine.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -213,6 +219,9 @@ TestDecodePriorityUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.0
 TestRecurrentState = machine_of(PrefillPriority.INTERLEAVED, None, num_checkpoints=5)
 TestRecurrentStateUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006, num_checkpoints=1)
 TestRecurrentStateWithoutCheckpoints = machine_of(PrefillPriority.PREFILL_FIRST, None, num_checkpoints=0)
+
+TestSpans = machine_of(PrefillPriority.INTERLEAVED, None, has_spans=True)
+TestSpansUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006, has_spans=True)
 
 
 def run_all(scheduler, lengths):

@@ -12,7 +12,7 @@ import typer
 from penstock import __version__
 from penstock.cli.bench import bench
 from penstock.config import DEFAULT_MODEL, PARSERS, EngineConfig, load_config
-from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError
+from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
 from penstock.request import SamplingParams
 
 EXIT_REFUSED = 2
@@ -72,6 +72,9 @@ def run(
     files: Annotated[
         list[str] | None, typer.Option("-f", "--file", help="A text file, or - for standard input; may be repeated.")
     ] = None,
+    images: Annotated[
+        list[str] | None, typer.Option("--image", help="A picture, for a model that reads them; may be repeated.")
+    ] = None,
     system: System = None,
     chunk_size: ChunkSize = None,
     overlap: Overlap = None,
@@ -95,15 +98,18 @@ def run(
     stop: Stop = None,
     logprobs: Logprobs = None,
 ) -> None:
-    """Read files and a question, and write the answer. Files come first, then the text, in one message."""
+    """Read files and a question, and write the answer. Files and images come first, then the text, in one message."""
     config = _config(context_of_call)
     sampling = _sampling(context_of_call)
     if logprobs is not None and not json:
         raise InvalidSetting("--logprobs are shown in the JSON document only. Add --json.")
+    if missing := next((name for name in images or [] if not Path(name).is_file()), None):
+        raise InvalidMedia(f"The image {missing} does not exist.")
     parts = _text_parts(files or [], prompt)
     from penstock.cli.reading import run_once
 
-    raise typer.Exit(run_once(model, config, parts, system=system, sampling=sampling, as_json=json))
+    code = run_once(model, config, parts, images=images or [], system=system, sampling=sampling, as_json=json)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -29,6 +29,7 @@ def show_plan(plan: ModelPlan, *, as_json: bool) -> None:
         ("state", prompt.state_bytes),
         ("activations of a chunk", prompt.activation_bytes),
         ("logits", prompt.logits_bytes),
+        ("images", prompt.media_bytes),
     ):
         if num_bytes:
             table.add_row(name, f"{num_bytes / MB:,.1f}")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from penstock.cli.report import RunReport
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import load_model
 from penstock.errors import PenstockError
 from penstock.prompt.source import TextPart
@@ -85,17 +86,19 @@ def run_once(
     config: EngineConfig,
     parts: Sequence[TextPart],
     *,
+    images: Sequence[str] = (),
     system: str | None,
     sampling: dict[str, Any],
     as_json: bool,
 ) -> int:
     console = Console(stderr=True, highlight=False)
     with _loaded(model, config, console) as engine:
-        feed = engine.chat_feed(parts, system=system)
-        request_id = engine.submit(feed, **sampling)
+        prompt = _image_messages(parts, images, system) if images else engine.chat_feed(parts, system=system)
+        request_id = engine.submit(prompt, **sampling)
+        spans = engine.scheduler.sequences[request_id].request.atomic_spans
         output = _follow(engine, request_id, console, shows_text=not as_json)
-        adjustments = [*feed.adjustments]
-        plan = engine.plan(max(1, output.num_prompt_tokens))
+        adjustments = [*prompt.adjustments] if isinstance(prompt, TokenFeed) else []
+        plan = engine.plan(max(1, output.num_prompt_tokens), spans)
         adjustments += plan.adjustments
         if as_json:
             print(RunReport.of(model, engine.lane, plan, adjustments, output).to_json())
@@ -128,6 +131,19 @@ def run_chat(
             _summarize(console, output)
             messages.append({"role": "assistant", "content": output.text})
     return EXIT_OK
+
+
+def _image_messages(parts: Sequence[TextPart], images: Sequence[str], system: str | None) -> list[dict[str, Any]]:
+    """One user message: what files hold, the images, and then the text."""
+    is_question = [part.text is not None for part in parts]
+    texts = [{"type": "text", "text": "".join(part.pieces())} for part in parts]
+    content = [
+        *(text for text, asks in zip(texts, is_question, strict=True) if not asks),
+        *({"type": "image", "image": image} for image in images),
+        *(text for text, asks in zip(texts, is_question, strict=True) if asks),
+    ]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": content}]
 
 
 @contextmanager

@@ -18,12 +18,15 @@ from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_c
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
+from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.runner import Runner
 from penstock.engine.sampler import Sampler, token_logprob
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
 from penstock.lanes.lane import LaneFacts
+from penstock.lanes.media import MediaPrompt
+from penstock.lanes.multimodal import PromptLimits
 from penstock.plan.machine import peak_resident_bytes, resident_bytes
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.prompt.source import TextPart
@@ -38,6 +41,7 @@ from penstock.request import (
     PrefillProgress,
     Request,
     SamplingParams,
+    Span,
     StepPlan,
     StepResult,
     Token,
@@ -70,6 +74,7 @@ class _Active:
     started_at: float | None = None
     first_token_at: float | None = None
     predicted_bytes: int = 0
+    media: MediaPrompt | None = None  # None: the lane reads text only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +172,8 @@ class Engine:
     def lane(self) -> LaneFacts:
         return self.model.lane.facts
 
-    def plan(self, prompt_tokens: int) -> PromptPlan:
-        """What a prompt of that length would cost in this engine."""
+    def plan(self, prompt_tokens: int, atomic_spans: tuple[Span, ...] = ()) -> PromptPlan:
+        """What a prompt of that length would cost in this engine. `atomic_spans`: of media that are read whole."""
         model = self.model
         source, capacity = model.source, self.scheduler.capacity
         plan = plan_prompt(
@@ -179,6 +184,7 @@ class Engine:
             capacity if source is None else min(capacity, source.max_source),
             is_source=source is not None,
             is_whole=self.lane.reads_whole,
+            atomic=atomic_spans,
         )
         return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))
 
@@ -227,20 +233,39 @@ class Engine:
             del self._mailboxes[request_id]
             self.abort(request_id)
 
-    def submit(self, prompt: Prompt, *, priority: int = 0, deadline_s: float | None = None, **sampling: Any) -> int:
-        """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes."""
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        images: Sequence[Any] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+        **sampling: Any,
+    ) -> int:
+        """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes.
+
+        An image is a path, the bytes of a file, or a PIL image.
+        """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
         params = _sampling_params(sampling)
-        if isinstance(prompt, TokenFeed) and self.model.source is not None:
+        if isinstance(prompt, TokenFeed) and (self.model.source is not None or self.model.media is not None):
             prompt = prompt.take_all(self._refuse_too_long)
+        media = self._media_prompt(prompt, images)
         feed = prompt if isinstance(prompt, TokenFeed) else None
-        tokens = () if isinstance(prompt, TokenFeed) else tuple(self._encode(prompt))
+        if media is not None:
+            tokens = tuple(media.input_ids[0].tolist())
+        else:
+            tokens = () if isinstance(prompt, TokenFeed) else tuple(self._encode(prompt))
         if feed is None and not tokens:
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
         num_tokens = len(tokens) if feed is None else feed.num_total or 0
+        if media is not None and media.features is not None and params.prompt_logprobs is not None:
+            raise InvalidSetting("The tokens of an image have no log-probabilities. Leave prompt_logprobs out.")
+        atomic_spans = () if media is None else media.atomic
         if self.config.strict and num_tokens:
-            self.plan(num_tokens)  # refuses before any work
+            self.plan(num_tokens, atomic_spans)  # refuses before any work
+        self._refuse_past_spans(atomic_spans)
         source = None
         if self.model.source is not None:
             self._refuse_too_long(num_tokens)
@@ -260,6 +285,7 @@ class Engine:
             priority=priority,
             deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
             source=source,
+            atomic_spans=atomic_spans,
         )
         self.scheduler.submit(request)
         self._next_id += 1
@@ -269,7 +295,9 @@ class Engine:
             sampler=Sampler(params),
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
+            media=media,
         )
+        self._expect_media(request.id)
         return request.id
 
     def abort(self, request_id: int) -> None:
@@ -290,6 +318,7 @@ class Engine:
             return self._take_events()
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
+            self._expect_media(request_id)
         started_at = time.perf_counter()
         try:
             chosen = self._choose_tokens(plan, self._runner.run(plan, self.scheduler.sequences))
@@ -322,6 +351,8 @@ class Engine:
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts, to be streamed: pass it to `stream` or `submit` as the prompt."""
+        if self.model.media is not None and self.model.chat_template is not None:
+            return self.model.media.chat_feed(parts, system=system)
         return self.prompts.chat_feed(parts, system=system)
 
     def _encode(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
@@ -336,6 +367,37 @@ class Engine:
             limit = self.model.spec.vocab_size - 1
             raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {limit}.")
         return tokens
+
+    def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
+        """The prompt as the lane reads it, where that reads images; its images are encoded here."""
+        reader = self.model.media
+        if reader is None:
+            refuse_media(prompt, images, self.lane.id)
+            return None
+        free_bytes = self.model.budget_bytes - self.model.memory.fixed_bytes(self.scheduler.resident_tokens)
+        limits = PromptLimits(refuse_too_long=self._refuse_too_long, free_bytes=free_bytes)
+        read = reader.read(prompt, images, limits)
+        if isinstance(read, MediaPrompt):
+            return read
+        tokens = self._encode(read)
+        return reader.lane.text_prompt(tokens) if tokens else None
+
+    def _expect_media(self, request_id: int) -> None:
+        media, reader = self._active[request_id].media, self.model.media
+        if media is not None and reader is not None:
+            reader.lane.expect(request_id, media)
+
+    def _refuse_past_spans(self, spans: Sequence[Span]) -> None:
+        """An image that sees itself is read in one piece, which has to fit."""
+        for span in spans:
+            num_tokens = span.end - span.start
+            budget = self.model.budget_bytes
+            allowed = self.model.memory.largest_chunk(start=span.start, budget_bytes=budget, upper=num_tokens)
+            if allowed < num_tokens:
+                raise PromptTooLong(
+                    f"Tokens {span.start} to {span.end} are an image that is read in one piece of {num_tokens}; the "
+                    f"memory budget allows {allowed}. Scale it down or raise --memory."
+                )
 
     def _feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk."""

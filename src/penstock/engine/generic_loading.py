@@ -17,6 +17,7 @@ from penstock.engine.loading import (
     return_freed_memory,
 )
 from penstock.engine.planning import (
+    NO_SHARED_PREFIXES,
     choose_dtype,
     context_limit,
     generic_memory_model,
@@ -92,7 +93,7 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
         max_context=max_context,
         dtype=dtype,
         device=device,
-        adjustments=(*warnings, *_adjustments(facts, config)),
+        adjustments=(*warnings, *way_adjustments(facts, config)),
     )
 
 
@@ -177,13 +178,13 @@ def _measured_shape(memory: MemoryModel, spec: GenericSpec, entering: EnteringMo
     )
 
 
-def _adjustments(facts: LaneFacts, config: EngineConfig) -> list[str]:
+def way_adjustments(facts: LaneFacts, config: EngineConfig) -> list[str]:
     """What the way of running takes away from what was asked for."""
     found: list[str] = []
     if facts.reads_whole and config.chunk_size != 0:
         found.append(f"prompts are read whole: {facts.reason}")
     if not facts.shares_prefixes and config.prefix_cache:
-        found.append("the prefix cache is off: the model keeps its own cache for each sequence")
+        found.append(NO_SHARED_PREFIXES)
     if not facts.shares_prefixes and config.overlap:
         message = f"overlap {config.overlap} lowered to 0: the model's own cache cannot be rewound"
         if config.strict:

@@ -13,6 +13,7 @@ from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
 from penstock.cache.storage import KvStorage, StateStorage
 from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.engine.media_prompts import MediaPromptReader
 from penstock.engine.planning import (
     CPU_TILING,
     DeviceMemory,
@@ -24,7 +25,7 @@ from penstock.engine.planning import (
 )
 from penstock.errors import InvalidSetting
 from penstock.lanes.graphs import SIZES, DecodeGraphs
-from penstock.lanes.lane import GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, pick_lane
+from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, pick_lane
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
@@ -64,6 +65,7 @@ class LoadedModel:
     device: torch.device
     adjustments: tuple[str, ...]
     source: Seq2SeqLane | None = None  # the lane again, where it reads a source
+    media: MediaPromptReader | None = None  # None: the model reads text only
 
 
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
@@ -77,6 +79,10 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         from penstock.engine.seq2seq_loading import load_seq2seq
 
         return load_seq2seq(files, facts, config, device)
+    if facts.id == GENERIC_MULTIMODAL:
+        from penstock.engine.multimodal_loading import load_multimodal
+
+        return load_multimodal(files, facts, config, device)
     if facts.id == GENERIC_TEXT:
         from penstock.engine.generic_loading import load_generic
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
-from penstock.errors import InvalidSetting, MemoryTooSmall
+from penstock.errors import InvalidModelFile, InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
     DTYPE_BYTES,
+    GENERIC_MULTIMODAL,
     GENERIC_TEXT,
     NATIVE_TEXT,
     SEQ2SEQ_SOURCE,
@@ -35,7 +36,13 @@ CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
 # On a GPU scores stay in registers; partial results exist only for chunks too small to fill the card.
 CUDA_TILING = AttentionTiling(query_rows=256, key_rows=64)
 LARGEST_CONTEXT_BYTES = GIB
+# Of what the weights leave: shares for one call of an image encoder and for features that are kept, and their limits.
+ENCODER_SHARE, MOST_ENCODER_BYTES = 1 / 8, GIB // 2
+FEATURE_SHARE, MOST_FEATURE_BYTES = 1 / 16, GIB // 4
 TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING}
+
+
+NO_SHARED_PREFIXES = "the prefix cache is off: the model keeps its own cache for each sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +164,12 @@ def generic_memory_model(
     runtime_bytes: int,
     budget_bytes: int,
     device: str = "cpu",
+    *,
+    reads_images: bool = False,
 ) -> MemoryModel:
     """Of a model that transformers runs. Before it was checked, layers without keys tell how it will be run."""
     has_pages = spec.num_kv_layers == spec.num_layers if verdict is None else verdict.way in (Way.PACKED, Way.PAGED)
+    has_pages = has_pages and not reads_images
     tiling = TILINGS[device]
     if not has_pages:
         tiling = AttentionTiling(query_rows=spec.max_context, key_rows=spec.max_context)
@@ -169,13 +179,33 @@ def generic_memory_model(
         dtype=dtype,
         keeps_own_cache=not has_pages,
     )
-    return MemoryModel(
+    if reads_images:  # any token may be an image's, whose feature row is kept as long as it is
+        shape = dataclasses.replace(shape, state_bytes_per_token=spec.hidden_size * DTYPE_BYTES[dtype])
+    memory = MemoryModel(
         shape=shape,
         tiling=tiling,
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
         num_running_states=num_own_states(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes),
     )
+    return dataclasses.replace(memory, media_bytes=sum(media_shares(memory, budget_bytes))) if reads_images else memory
+
+
+def media_shares(memory: MemoryModel, budget_bytes: int) -> tuple[int, int]:
+    """(bytes for one call of the image encoder, bytes for features that stay for other prompts)."""
+    free = max(0, budget_bytes - memory.runtime_bytes - memory.shape.weight_bytes)
+    encoder, features = int(free * ENCODER_SHARE), int(free * FEATURE_SHARE)
+    return min(encoder, MOST_ENCODER_BYTES), min(features, MOST_FEATURE_BYTES)
+
+
+def _image_text_spec(files: ModelFiles) -> GenericSpec:
+    """Configs of image-text models may leave sizes to the library's defaults, which are then asked of it."""
+    try:
+        return generic_spec(files.config)
+    except InvalidModelFile:
+        from penstock.models.pretrained import image_text_class
+
+        return generic_spec(image_text_class(files)[1].to_dict())
 
 
 def num_own_states(shape: ModelShape, config: EngineConfig, free_bytes: int) -> int:
@@ -220,14 +250,19 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         host_bytes += defaults.TRANSFORMERS_BYTES_ESTIMATE
     runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
-    if lane.id != GENERIC_TEXT:
+    if lane.id not in (GENERIC_TEXT, GENERIC_MULTIMODAL):
         memory = memory_model(files, config, dtype, runtime_bytes, budget, device)
     else:
         verdict = kept_verdict(files, lane, dtype, device)
         lane = judged(lane, verdict, is_strict=config.strict)
-        spec = generic_spec(files.config)
-        memory = generic_memory_model(files, spec, verdict, config, dtype, runtime_bytes, budget, device)
+        reads_images = lane.id == GENERIC_MULTIMODAL
+        spec = _image_text_spec(files) if reads_images else generic_spec(files.config)
+        memory = generic_memory_model(
+            files, spec, verdict, config, dtype, runtime_bytes, budget, device, reads_images=reads_images
+        )
     max_context, warnings = context_limit(config, memory.shape.max_context)
+    if lane.id == GENERIC_MULTIMODAL and config.prefix_cache:
+        warnings = [*warnings, NO_SHARED_PREFIXES]
     require_room(memory, config, budget, device)
     prompt = plan_prompt(
         memory, prompt_tokens, config, budget, max_context, is_source=is_source, is_whole=lane.reads_whole

@@ -34,9 +34,7 @@ class PromptReader:
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts. What cannot fit is refused here where its length can be known."""
-        parts = [part for part in parts if part.num_bytes != 0]
-        if not parts:
-            raise InvalidPrompt("The prompt is empty: there is no text and no file with text. Give -p TEXT or -f FILE.")
+        parts = parts_with_text(parts)
         if self.template is None and system:
             raise InvalidPrompt("The model has no chat template, so a system message has no place. Leave it out.")
         if self.template is None:
@@ -46,7 +44,7 @@ class PromptReader:
         split = self.template.split([*messages, {"role": "user", "content": ""}], len(messages))
         if split is not None:
             return self._feed(parts, split, (), add_special_tokens=False)
-        content = "".join(_joined(parts))
+        content = "".join(joined_text(parts))
         rendered = self.template.render([*messages, {"role": "user", "content": content}])
         note = "the chat template inspects its content: the prompt was rendered whole, not streamed"
         return self._feed([TextPart.of_text(rendered)], ("", ""), (note,), add_special_tokens=False)
@@ -79,13 +77,20 @@ class PromptReader:
         return batch
 
 
+def parts_with_text(parts: Sequence[TextPart]) -> list[TextPart]:
+    found = [part for part in parts if part.num_bytes != 0]
+    if not found:
+        raise InvalidPrompt("The prompt is empty: there is no text and no file with text. Give -p TEXT or -f FILE.")
+    return found
+
+
 def _framed(parts: Sequence[TextPart], frame: tuple[str, str]) -> Iterator[str]:
     yield frame[0]
-    yield from _joined(parts)
+    yield from joined_text(parts)
     yield frame[1]
 
 
-def _joined(parts: Sequence[TextPart]) -> Iterator[str]:
+def joined_text(parts: Sequence[TextPart]) -> Iterator[str]:
     is_empty = True
     for index, part in enumerate(parts):
         if index:

@@ -38,7 +38,9 @@ class Sampler:
             return logits_V
         logits_V = logits_V.clone()
         if params.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*prompt, *generated}), device=logits_V.device)
+            known = {*prompt, *generated}
+            # Placeholders of images may lie outside the vocabulary.
+            seen = torch.tensor(sorted(t for t in known if t < len(logits_V)), device=logits_V.device)
             values = logits_V[seen]
             penalty = params.repetition_penalty
             logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)

@@ -86,11 +86,15 @@ def _difference_and_limit(model: Any, seed: int, chunk_size: int, num_padding: i
         .logits[0, num_padding:]
         .float()
     )
-    scale = max(1.0, float(whole_TV.std()))
-    limit = EXACT_FLOAT32 * scale
+    return float((whole_TV - chunked_TV).abs().max()), exact_limit(model, whole_TV)
+
+
+def exact_limit(model: Any, logits: torch.Tensor) -> float:
+    """The largest difference from these logits that is rounding."""
+    limit = EXACT_FLOAT32 * max(1.0, float(logits.std()))
     if model.dtype != torch.float32:
-        limit = max(limit, LOW_PRECISION_STEPS * torch.finfo(model.dtype).eps * float(whole_TV.abs().max()))
-    return float((whole_TV - chunked_TV).abs().max()), limit
+        limit = max(limit, LOW_PRECISION_STEPS * torch.finfo(model.dtype).eps * float(logits.abs().max()))
+    return limit
 
 
 def _inputs(model: Any, seed: int, num_padding: int) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NATIVE_TEXT = "optimized-native-text"
 GENERIC_TEXT = "transformers-generic-text"
+GENERIC_MULTIMODAL = "transformers-generic-multimodal"
 SEQ2SEQ_SOURCE = "transformers-generic-seq2seq-source"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -102,6 +103,21 @@ def _generic_text(config: Mapping[str, Any]) -> Claim:
     return Claim(eligible=True, reason=f"{config['model_type']} is run by transformers")
 
 
+def _generic_multimodal(config: Mapping[str, Any]) -> Claim:
+    model_type = config.get("model_type")
+    if "vision_config" not in config:
+        return Claim(eligible=False, reason=f"{model_type} has no vision_config: it reads no images")
+    obstacle = _generic_obstacle(config)
+    if obstacle is not None:
+        return Claim(eligible=False, reason=obstacle)
+    architectures = config.get("architectures") or []
+    if architectures and not any(name.endswith(IMAGE_TEXT_ENDINGS) for name in architectures):
+        return Claim(eligible=False, reason=f"{', '.join(architectures)} is no image-text model")
+    if config.get("is_encoder_decoder"):
+        return Claim(eligible=False, reason=f"{model_type} has images and an encoder beside its decoder")
+    return Claim(eligible=True, reason=f"{model_type} reads text and images, run by transformers")
+
+
 def _seq2seq_source(config: Mapping[str, Any]) -> Claim:
     model_type = config.get("model_type")
     if not config.get("is_encoder_decoder"):
@@ -123,10 +139,12 @@ def _generic_obstacle(config: Mapping[str, Any]) -> str | None:
 
 
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForCausalLMWithValueHead")
+IMAGE_TEXT_ENDINGS = ("ForConditionalGeneration", "ForImageTextToText")
 # In the order of preference. A model goes to the first lane that claims it.
 LANES: Mapping[str, Callable[[Mapping[str, Any]], Claim]] = {
     NATIVE_TEXT: _native_text,
     GENERIC_TEXT: _generic_text,
+    GENERIC_MULTIMODAL: _generic_multimodal,
     SEQ2SEQ_SOURCE: _seq2seq_source,
 }
 LANE_IDS = tuple(LANES)
@@ -145,9 +163,8 @@ def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
     for lane_id, claims in LANES.items():
         claim = claims(config)
         if claim.eligible:
-            return _facts(
-                lane_id, claim.reason if lane_id == SEQ2SEQ_SOURCE else "; ".join([*reasons[:1], claim.reason])
-            )
+            is_own_kind = lane_id in (GENERIC_MULTIMODAL, SEQ2SEQ_SOURCE)
+            return _facts(lane_id, claim.reason if is_own_kind else "; ".join([*reasons[:1], claim.reason]))
         reasons.append(claim.reason)
     architectures = ", ".join(config.get("architectures") or []) or "unnamed"
     raise UnsupportedModel(
@@ -160,6 +177,8 @@ def _facts(lane_id: str, reason: str) -> LaneFacts:
     facts = LaneFacts(id=lane_id, eligible=True, applied=False, reason=reason)
     if lane_id == SEQ2SEQ_SOURCE:
         return replace(facts, chunk_boundary="any row of any layer", chunk_mask_mode="bidirectional")
+    if lane_id == GENERIC_MULTIMODAL:
+        return replace(facts, shares_prefixes=False, chunk_mask_mode="the model's own")
     return facts
 
 

@@ -26,19 +26,15 @@ class MediaProcessor:
         if not self._accepts("text") or not self._accepts("images"):
             raise UnsupportedModel(f"{type(processor).__name__} does not take text and images.")
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """With the chat template; image parts become placeholders."""
-        if not hasattr(self.processor, "apply_chat_template"):
-            raise UnsupportedModel(f"{type(self.processor).__name__} has no chat template. Give the prompt as text.")
-        return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-
-    def inputs(self, text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
+    def inputs(self, text: str, images: Sequence[Any] = (), *, add_special_tokens: bool = True) -> dict[str, Any]:
         """Tensors of one prompt, placeholders expanded. An image is a path, the bytes of a file, or a PIL image."""
         opened = [open_image(image, name=f"image {number}") for number, image in enumerate(images, 1)]
         self._require_placeholders(text, len(opened))
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         if opened:
             arguments["images"] = opened
+        if not add_special_tokens:
+            arguments["add_special_tokens"] = False
         accepted = {name: value for name, value in arguments.items() if self._accepts(name)}
         try:
             output = self.processor(**accepted)

@@ -16,8 +16,31 @@ from penstock.models.weights import open_weights
 
 def causal_class(files: ModelFiles) -> tuple[type, Any]:
     """(the class that runs the model, its config), both of the library; what it does not know is refused."""
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return _class_of(files, MODEL_FOR_CAUSAL_LM_MAPPING, "has no causal language model in it")
+
+
+def image_text_class(files: ModelFiles) -> tuple[type, Any]:
+    """The same for a model that reads text and images."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return _class_of(files, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "has no image-text model in it")
+
+
+def load_processor(files: ModelFiles) -> Any:
+    """What makes a model's inputs from text and images; it may need libraries that are not installed."""
+    from transformers import AutoProcessor
+
+    try:
+        with quiet_library():
+            return AutoProcessor.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        raise UnsupportedModel(f"{files.folder} gives no processor: {_first_line(error)}") from error
+
+
+def _class_of(files: ModelFiles, mapping: Any, why_unknown: str) -> tuple[type, Any]:
+    from transformers import AutoConfig
 
     model_type = str(files.config.get("model_type"))
     try:
@@ -26,9 +49,9 @@ def causal_class(files: ModelFiles) -> tuple[type, Any]:
                 config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
             else:
                 config = AutoConfig.for_model(**files.config)
-        known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        known: Any = mapping[type(config)]
     except KeyError:
-        raise _unknown(model_type, "has no causal language model in it") from None
+        raise _unknown(model_type, why_unknown) from None
     except (ValueError, TypeError, OSError, AttributeError, ImportError) as error:
         raise _unknown(model_type, _first_line(error)) from error
     classes = known if isinstance(known, tuple) else (known,)

@@ -8,16 +8,9 @@ from typing import Literal
 
 from penstock.config import PrefillPriority
 from penstock.errors import InvalidSetting
+from penstock.request import Span
 
 StopReason = Literal["end", "budget", "boundary", "before-span", "whole-span"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Tokens [start, end) that must be computed in one chunk."""
-
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +54,11 @@ def chunk_end(start: int, budget: int, stops: Stops) -> ChunkEnd:
             return ChunkEnd(position=span.start, reason="before-span")
         return ChunkEnd(position=min(span.end, stops.end), reason="whole-span")
     return ChunkEnd(position=end, reason=reason)
+
+
+def uncut_end(end: int, stops: Stops) -> int:
+    """`end`, or the start of the span that it would cut."""
+    return next((span.start for span in stops.atomic if span.start < end < span.end), end)
 
 
 @dataclass(frozen=True, slots=True)

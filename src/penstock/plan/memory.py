@@ -63,6 +63,7 @@ class MemoryModel:
     block_size: int
     num_running_states: int = 0  # slots of the pool, where the model has recurrent state
     num_checkpoints: int = 0
+    media_bytes: int = 0  # kept for features of media and for one call of their encoder
 
     def state_bytes(self, num_tokens: int) -> int:
         """Of one sequence of that many tokens: its own state and the checkpoints that are kept on the way."""
@@ -93,7 +94,7 @@ class MemoryModel:
 
     def fixed_bytes(self, kv_tokens: int, state_slots: int | None = None) -> int:
         """All but the activations."""
-        resident = self.runtime_bytes + self.shape.weight_bytes
+        resident = self.runtime_bytes + self.shape.weight_bytes + self.media_bytes
         states = self.state_bytes(kv_tokens) if state_slots is None else state_slots * self.shape.state_bytes
         return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(1)
 

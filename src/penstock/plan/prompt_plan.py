@@ -8,6 +8,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting
 from penstock.plan.chunks import Stops, chunk_end
 from penstock.plan.memory import MemoryModel
+from penstock.request import Span
 
 GIB = 2**30
 
@@ -23,6 +24,7 @@ class PromptPlan:
     state_bytes: int
     activation_bytes: int
     logits_bytes: int
+    media_bytes: int
     peak_bytes: int
     budget_bytes: int
     fits: bool
@@ -38,15 +40,17 @@ def plan_prompt(
     *,
     is_source: bool = False,
     is_whole: bool = False,
+    atomic: tuple[Span, ...] = (),
 ) -> PromptPlan:
     """Walks the prompt as the scheduler will, chunk by chunk, re-solving the chunk as the context grows.
 
     A source that an encoder reads is all there from its first chunk on; its chunks are those of one pass.
     `is_whole`: the lane does not read this model in chunks, so what does not fit whole does not fit.
+    `atomic`: spans that are read whole, such as images that see themselves.
     """
     upper = prompt_tokens if is_whole else chunk_upper_bound(config, prompt_tokens)
     has_state = memory.shape.state_bytes > 0
-    stops = Stops(end=prompt_tokens, boundary=memory.block_size if memory.num_checkpoints else 1)
+    stops = Stops(end=prompt_tokens, boundary=memory.block_size if memory.num_checkpoints else 1, atomic=atomic)
     overlap = 0 if has_state else config.overlap
     sizes: list[int] = []
     lowered: list[int] = []  # by the memory budget
@@ -60,6 +64,8 @@ def plan_prompt(
         allowed = memory.largest_chunk(start=context, budget_bytes=budget_bytes, upper=wanted)
         fits = fits and (allowed == wanted if is_whole else allowed > 0)
         chunk = chunk_end(start, wanted if is_whole else allowed or wanted, stops).position - start
+        if chunk > wanted:
+            fits = fits and memory.largest_chunk(start=context, budget_bytes=budget_bytes, upper=chunk) == chunk
         sizes.append(chunk)
         if 0 < allowed < wanted:
             lowered.append(chunk)
@@ -82,6 +88,7 @@ def plan_prompt(
         # What the peak leaves beside the rest: under a tight budget the last chunks are smaller than the first.
         activation_bytes=max(0, peak - memory.fixed_bytes(prompt_tokens)),
         logits_bytes=memory.logits_bytes(1),
+        media_bytes=memory.media_bytes,
         peak_bytes=peak,
         budget_bytes=budget_bytes,
         fits=fits,
@@ -110,6 +117,9 @@ def _adjustments(
         kept = f"{asked // boundary * boundary}" if asked > boundary else f"{asked} or less"
         found.append(f"{name} is {kept}: chunks end with blocks of {boundary}, where recurrent state can be saved")
         _refuse_if_strict(config, found[-1], f"Make --chunk-size a multiple of {boundary}.")
+    if asked and (widest := max((span.end - span.start for span in stops.atomic), default=0)) > asked:
+        found.append(f"{name} raised to {widest} where tokens of an image see each other and are read together")
+        _refuse_if_strict(config, found[-1], f"Make --chunk-size at least {widest}.")
     if config.overlap and boundary > 1:
         found.append(f"overlap {config.overlap} is 0: recurrent state cannot go back over tokens")
         _refuse_if_strict(config, found[-1], "Leave --overlap out.")

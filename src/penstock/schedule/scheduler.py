@@ -11,8 +11,8 @@ from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
-from penstock.plan.chunks import Span, Stops, chunk_end
-from penstock.request import Chunk, FinishReason, Request, Sequence, Status, StepPlan, StepResult
+from penstock.plan.chunks import Stops, chunk_end, uncut_end
+from penstock.request import Chunk, FinishReason, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
 from penstock.schedule.holdings import Holdings
 
@@ -351,15 +351,19 @@ class Scheduler:
             start = self.holdings.overlapped_start(sequence, self.limits.overlap)
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
             num_tokens = max(num_tokens, sequence.num_computed - start + 1)
-            end = chunk_end(start, num_tokens, self._stops(sequence)).position
-            end = min(end, self._end_without_preemption(sequence, draft))
-            is_cut = self.limits.reads_whole and end < sequence.num_known
-            if end > sequence.num_computed and not is_cut:
+            stops = self._stops(sequence)
+            end = chunk_end(start, num_tokens, stops).position
+            if end - start > num_tokens and draft.num_prompt_tokens:
+                continue  # a span over the budget has a step to itself, beside decodes at most
+            end = uncut_end(min(end, self._end_without_preemption(sequence, draft)), stops)
+            if end > sequence.num_computed:
                 self._schedule(sequence, start, end, draft)
 
     def _stops(self, sequence: Sequence) -> Stops:
-        whole = (Span(start=0, end=sequence.num_known),) if self.limits.reads_whole else ()
-        return Stops(end=sequence.num_known, boundary=self._boundary, atomic=whole)
+        atomic = sequence.request.atomic_spans
+        if self.limits.reads_whole:
+            atomic = (Span(start=0, end=sequence.num_known),)
+        return Stops(end=sequence.num_known, boundary=self._boundary, atomic=atomic)
 
     def _schedule_oldest(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""
@@ -369,9 +373,10 @@ class Scheduler:
             if not self._admit(oldest, draft):
                 return
         self.holdings.take_hits(oldest)
-        end = min(oldest.num_known, oldest.num_computed + self.limits.block_size)
-        if self.limits.reads_whole:
-            end = oldest.num_known
+        if oldest.num_computed == oldest.num_known:
+            return
+        stops = replace(self._stops(oldest), boundary=1)
+        end = chunk_end(oldest.num_computed, self.limits.block_size, stops).position
         self._schedule(oldest, oldest.num_computed, end, draft)
 
     def _end_without_preemption(self, sequence: Sequence, draft: _Draft) -> int:

@@ -1,0 +1,516 @@
+"""Image-text models through the engine: any chunks give plain transformers' answer, and each image is encoded once."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from logit_recorder import LogitRecorder
+from tiny_models import prompt, save_tiny_model, save_tokenizer
+from tiny_seq2seq import save_tiny_seq2seq
+from tiny_vision_models import (
+    IMAGE_TOKEN,
+    KINDS,
+    count_images,
+    gemma3_processor,
+    idefics3_processor,
+    llava_processor,
+    pictures,
+    processed_prompt,
+    tiny_vision_model,
+)
+
+from penstock.config import load_config
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.engine import Engine
+from penstock.engine.loading import load_model
+from penstock.engine.planning import plan
+from penstock.errors import (
+    InvalidMedia,
+    InvalidPrompt,
+    InvalidSetting,
+    MemoryTooSmall,
+    PromptTooLong,
+    UnknownLane,
+    UnsupportedModel,
+)
+from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, pick_lane
+from penstock.lanes.media_check import NOT_PACKED, check_media
+from penstock.lanes.media_processor import MediaProcessor
+from penstock.lanes.verdicts import Verdict, Way, save_verdict, verdict_key
+
+EXACT = 1e-4
+NUM_GENERATED = 32
+WITH_PROCESSOR = {"llava": llava_processor, "gemma3": gemma3_processor, "idefics3": idefics3_processor}
+NUM_ENCODED = dict.fromkeys(KINDS, 2) | {"idefics3": 10}  # two pictures, or each in four tiles and whole
+TEXT = "w1 w2 <image> w3 w4 w5 <image> w6 w7 w8 w9"
+TEMPLATE = (
+    "{% for message in messages %}{{ ' ' + message['role'] }}{% for part in message['content'] %}"
+    "{{ ' <image> ' if part['type'] == 'image' else ' ' + part['text'] }}{% endfor %}{% endfor %} w9"
+)
+
+
+class TensorProcessor:
+    """Called as processors are: text and two pictures become the tensors that a processor of this kind makes."""
+
+    image_token = "<image>"
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __call__(self, text, images=None, return_tensors="pt"):
+        assert len(images) == 2
+        return dict(self.inputs)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Name -> (folder, model); where a processor can be made without more libraries, the folder has it."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model = tiny_vision_model(name)
+            model.save_pretrained(folder)
+            save_tokenizer(folder)
+            if name in WITH_PROCESSOR:
+                processor = WITH_PROCESSOR[name]()
+                processor.chat_template = TEMPLATE
+                processor.save_pretrained(folder)
+            made[name] = folder, model
+        return made[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield make
+
+
+@pytest.fixture
+def load(saved):
+    engines = []
+
+    def make(name, **settings):
+        folder, model = saved(name)
+        settings = {"dtype": "float32", "memory": "4GiB", "threads": 1} | settings
+        engine = Engine.load(str(folder), **settings)
+        if name not in WITH_PROCESSOR:
+            engine.model.lane.processor = MediaProcessor(TensorProcessor(processed_prompt(name, model)))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def inputs_of(name, model):
+    """What plain transformers is given for TEXT and two pictures."""
+    if name in WITH_PROCESSOR:
+        return WITH_PROCESSOR[name]()(text=[TEXT], images=pictures(2), return_tensors="pt")
+    return processed_prompt(name, model)
+
+
+def plain(model, inputs, num_tokens=NUM_GENERATED):
+    """(tokens, logits) that generate writes greedily, without end."""
+    length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "pad_token_id": 0, "eos_token_id": None}
+    result = model.generate(**inputs, **length, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    return tuple(result.sequences[0, -num_tokens:].tolist()), torch.cat(result.logits)
+
+
+def answer(engine, images=2, text=TEXT, num_tokens=NUM_GENERATED):
+    return engine.generate(text, images=pictures(images), max_tokens=num_tokens, ignore_eos=True)
+
+
+# --- exactness ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_any_chunks_give_the_answer_of_plain_transformers(name, saved, load):
+    model = saved(name)[1]
+    written, reference = plain(model, inputs_of(name, model))
+    for chunk_size in (1, 3, 7, 64, 0):
+        engine = load(name, chunk_size=chunk_size)
+        recorder = LogitRecorder(engine)
+        output = answer(engine)
+        assert output.token_ids == written, f"chunk size {chunk_size}"
+        assert float((recorder.all - reference).abs().max()) <= EXACT, f"chunk size {chunk_size}"
+        facts = engine.lane.after_reading(output.num_prompt_chunks)
+        assert facts.id == GENERIC_MULTIMODAL
+        assert facts.applied == (0 < chunk_size < output.num_prompt_tokens)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_image_is_encoded_once(name, load):
+    engine = load(name, chunk_size=3)
+    encoded = count_images(engine.model.lane.model, name)
+    answer(engine)
+    assert sum(encoded) == NUM_ENCODED[name]
+    answer(engine)
+    assert sum(encoded) == NUM_ENCODED[name], "the same images came again and are known"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_alone_is_read_too(name, saved, load):
+    tokens = [token for token in prompt(60) if token < IMAGE_TOKEN]
+    written, _ = plain(saved(name)[1], {"input_ids": torch.tensor([tokens])})
+    engine = load(name, chunk_size=7)
+    text = " ".join(f"w{token}" for token in tokens)
+    for given in (tokens, text):
+        assert engine.generate(given, max_tokens=NUM_GENERATED, ignore_eos=True).token_ids == written
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3", "llava", "smolvlm"])
+def test_requests_at_once_get_what_each_gets_alone(name, load):
+    tokens = [token for token in prompt(50) if token < IMAGE_TOKEN]
+    alone = [answer(load(name, chunk_size=7)).token_ids]
+    alone.append(load(name, chunk_size=7).generate(tokens, max_tokens=NUM_GENERATED, ignore_eos=True).token_ids)
+    engine = load(name, chunk_size=7)
+    settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
+    ids = [engine.submit(TEXT, images=pictures(2), **settings), engine.submit(tokens, **settings)]
+    outputs = {}
+    while len(outputs) < 2:
+        outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
+    assert [outputs[request_id].token_ids for request_id in ids] == alone
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_a_preempted_request_is_read_again_with_its_images(name, saved, load):
+    """The pool holds one request and a part of the other; what was written is read again behind the images."""
+    expected = answer(load(name, chunk_size=7)).token_ids
+    config = load_config({"dtype": "float32", "memory": "4GiB", "threads": 1, "chunk_size": 7})
+    loaded = load_model(str(saved(name)[0]), config)
+    with Engine(dataclasses.replace(loaded, num_blocks=8), config) as engine:
+        if name not in WITH_PROCESSOR:
+            engine.model.lane.processor = load(name).model.lane.processor
+        settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
+        for _ in range(2):
+            engine.submit(TEXT, images=pictures(2), **settings)
+        outputs = []
+        while len(outputs) < 2:
+            outputs += [event.output for event in engine.step() if hasattr(event, "output")]
+        assert engine.scheduler.num_preemptions > 0
+        assert [output.token_ids for output in outputs] == [expected, expected]
+        assert engine.model.lane.num_kept == 0
+
+
+def test_a_failed_step_is_made_good(load):
+    expected = answer(load("llava", chunk_size=7)).token_ids
+    engine = load("llava", chunk_size=7)
+    request_id = engine.submit(TEXT, images=pictures(2), max_tokens=NUM_GENERATED, ignore_eos=True)
+    engine.step()
+    engine.step()
+
+    def fail(module, arguments):
+        raise RuntimeError("the card fell off")
+
+    last_layer = engine.model.lane.media.language_model.layers[-1]
+    handle = last_layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="fell off"):
+        engine.step()
+    handle.remove()
+    *_, last = engine.events(request_id)
+    assert last.output.token_ids == expected
+
+
+def test_an_abort_in_the_middle_of_the_prompt_frees_everything(load):
+    engine = load("gemma3", chunk_size=3)
+    request_id = engine.submit(TEXT, images=pictures(2), max_tokens=4)
+    engine.step()
+    engine.step()
+    assert engine.model.lane.num_kept == 1
+    engine.abort(request_id)
+    assert engine.model.lane.num_kept == 0
+    assert not engine.scheduler.has_work
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_available == engine.scheduler.pool.num_blocks
+
+
+def test_the_async_engine_takes_images(load):
+    expected = answer(load("llava", chunk_size=7)).token_ids
+
+    async def ask():
+        engine = AsyncEngine(load("llava", chunk_size=7))
+        try:
+            return await engine.generate(TEXT, images=pictures(2), max_tokens=NUM_GENERATED, ignore_eos=True)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(ask()).token_ids == expected
+
+
+def test_a_model_whose_whole_prompt_sees_itself_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.PaliGemmaConfig(
+        text_config=transformers.GemmaConfig(vocab_size=199, head_dim=16, num_key_value_heads=2, **sizes),
+        vision_config=transformers.SiglipVisionConfig(image_size=32, patch_size=8, projection_dim=64, **sizes),
+        projection_dim=64,
+        image_token_id=IMAGE_TOKEN,
+    )
+    torch.manual_seed(0)
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    tokens = [token for token in prompt(40) if token < IMAGE_TOKEN]
+    written, reference = plain(model, {"input_ids": torch.tensor([tokens])})
+    with Engine.load(str(tmp_path), dtype="float32", memory="4GiB", threads=1, chunk_size=7) as engine:
+        recorder = LogitRecorder(engine)
+        output = engine.generate(tokens, max_tokens=NUM_GENERATED, ignore_eos=True)
+        assert output.num_prompt_chunks == 1
+        assert output.token_ids == written
+        assert float((recorder.all - reference).abs().max()) <= EXACT
+        assert "the whole prompt sees itself" in engine.lane.reason
+        assert any("read whole" in adjustment for adjustment in engine.adjustments)
+
+
+# --- spans that see themselves ------------------------------------------------------------------------------
+
+
+def test_no_chunk_ends_inside_an_image_that_sees_itself(load):
+    engine = load("gemma3", chunk_size=5)
+    request_id = engine.submit(TEXT, images=pictures(2), max_tokens=2)
+    spans = engine.scheduler.sequences[request_id].request.atomic_spans
+    *_, last = engine.events(request_id)
+    assert [span.end - span.start for span in spans] == [16, 16]
+    assert all(not span.start < chunk.end < span.end for span in spans for chunk in last.output.chunks)
+    planned = engine.plan(last.output.num_prompt_tokens, spans)
+    assert planned.chunk_size == 16
+    assert planned.num_chunks == last.output.num_prompt_chunks
+    assert any("chunk size 5 raised to 16" in adjustment for adjustment in planned.adjustments)
+    facts = engine.lane.after_reading(last.output.num_prompt_chunks)
+    assert facts.boundary == "any token outside images, which see themselves"
+
+
+def test_strict_refuses_to_read_more_than_the_chunk_size_at_once(load):
+    engine = load("gemma3", chunk_size=5, strict=True, prefix_cache=False)
+    with pytest.raises(InvalidSetting, match="Make --chunk-size at least 16"):
+        answer(engine)
+    assert engine.generate("w1 w2 w3", max_tokens=2).num_prompt_tokens == 3
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+
+def test_images_in_messages_go_where_their_parts_are(load, tmp_path):
+    engine = load("llava", chunk_size=7)
+    one, two = pictures(2)
+    path = tmp_path / "two.png"
+    two.save(path)
+    content = [{"type": "image", "image": one}, {"type": "text", "text": "w1 w2"}, {"type": "image", "image": path}]
+    empty = [{"type": "image"}, {"type": "text", "text": "w1 w2"}, {"type": "image"}]
+    as_text = "user <image> w1 w2 <image> w9"
+    written = engine.generate(as_text, images=[one, two], max_tokens=8).token_ids
+    assert engine.generate([{"role": "user", "content": content}], max_tokens=8).token_ids == written
+    bytes_of_two = path.read_bytes()
+    filled = engine.generate([{"role": "user", "content": empty}], images=[one, bytes_of_two], max_tokens=8)
+    assert filled.token_ids == written
+    swapped = engine.generate([{"role": "user", "content": empty}], images=[two, one], max_tokens=8)
+    assert swapped.token_ids != written
+
+
+def test_images_beside_plain_messages_come_first_in_the_last_user_message(load):
+    engine = load("llava")
+    messages = [{"role": "system", "content": "w3"}, {"role": "user", "content": "w1 w2"}]
+    written = engine.generate("system w3 user <image> w1 w2 w9", images=pictures(1), max_tokens=8).token_ids
+    assert engine.generate(messages, images=pictures(1), max_tokens=8).token_ids == written
+
+
+def test_messages_without_images_are_rendered_by_the_same_template(load):
+    engine = load("llava")
+    written = engine.generate("user w1 w2 w9", max_tokens=8).token_ids
+    assert engine.generate([{"role": "user", "content": "w1 w2"}], max_tokens=8).token_ids == written
+
+
+# --- the lane, the plan and the self-check -------------------------------------------------------------------
+
+
+def test_the_table_gives_image_text_models_their_lane(saved):
+    config = json.loads((saved("llava")[0] / "config.json").read_text())
+    assert pick_lane(config, None).id == GENERIC_MULTIMODAL
+    assert pick_lane(config, GENERIC_MULTIMODAL).reason.endswith("asked for by --lane")
+    with pytest.raises(UnknownLane, match="no causal language model"):
+        pick_lane(config, GENERIC_TEXT)
+    with pytest.raises(UnknownLane, match="reads no images"):
+        pick_lane({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, GENERIC_MULTIMODAL)
+    with pytest.raises(UnsupportedModel, match="auto_map"):
+        pick_lane(config | {"auto_map": {"AutoModel": "code.Model"}}, None)
+
+
+def test_a_plan_counts_the_tower_the_features_and_the_encoder(saved):
+    folder, model = saved("llava")
+    planned = plan(str(folder), prompt_tokens=500, memory="4GiB", dtype="float32")
+    assert planned.lane.id == GENERIC_MULTIMODAL
+    assert planned.prompt.weight_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert 0 < planned.prompt.media_bytes < 2**30
+    assert any("prefix cache is off" in adjustment for adjustment in planned.prompt.adjustments)
+    text = model.config.get_text_config()
+    keys_and_values = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
+    assert planned.prompt.kv_bytes >= 500 * (keys_and_values + text.hidden_size * 4)
+
+
+def test_the_check_of_the_first_load_is_kept_and_says_what_it_measured(load, saved):
+    assert "text and a picture in chunks differ by at most" in load("gemma3").lane.reason
+    planned = plan(str(saved("gemma3")[0]), prompt_tokens=50, memory="4GiB", dtype="float32")
+    assert "text and a picture in chunks differ by at most" in planned.lane.reason
+
+
+def test_a_model_that_forgets_between_chunks_is_noticed(load):
+    lane = load("llava").model.lane
+
+    def forget(module, args, kwargs):
+        return args, kwargs | {"past_key_values": None}
+
+    handle = lane.media.language_model.register_forward_pre_hook(forget, with_kwargs=True)
+    verdict = check_media(lane)
+    handle.remove()
+    assert not verdict.exact
+    assert check_media(lane).exact
+
+
+def test_a_model_whose_check_failed_is_read_whole_and_says_so(saved, load, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, model = saved("llava")
+    config = json.loads((folder / "config.json").read_text())
+    key = verdict_key(config, dtype="float32", lane=GENERIC_MULTIMODAL, backend="cpu")
+    verdict = Verdict(exact=False, max_difference=0.5, reason="off by 0.5", way=Way.OWN_CACHE, packing=NOT_PACKED)
+    save_verdict(key, verdict)
+    engine = load("llava", chunk_size=3)
+    output = answer(engine)
+    assert output.num_prompt_chunks == 1
+    assert output.token_ids == plain(model, inputs_of("llava", model))[0]
+    assert not engine.lane.after_reading(1).applied
+    assert any(
+        "prompts are read whole" in adjustment and "off by 0.5" in adjustment for adjustment in engine.adjustments
+    )
+    with pytest.raises(UnsupportedModel, match="--strict"):
+        load("llava", strict=True)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+def test_media_given_to_a_text_model_are_refused(tmp_path):
+    save_tiny_model("llama", tmp_path / "text")
+    save_tiny_seq2seq("t5", tmp_path / "t5")
+    settings = {"dtype": "float32", "memory": "4GiB", "threads": 1}
+    part = {"role": "user", "content": [{"type": "image", "image": pictures(1)[0]}]}
+    for folder, lane in (("text", None), ("text", GENERIC_TEXT), ("t5", None)):
+        with Engine.load(str(tmp_path / folder), lane=lane, **settings) as engine:
+            for given in ({"prompt": "w1", "images": pictures(1)}, {"prompt": [part]}):
+                with pytest.raises(
+                    InvalidMedia, match=rf"1 image\(s\) given; .* {engine.lane.id}, which reads text only"
+                ):
+                    engine.generate(**given)
+
+
+def test_images_and_placeholders_must_be_as_many(load):
+    engine = load("llava")
+    empty = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w1"}]}]
+    with pytest.raises(InvalidMedia, match=r"1 image part\(s\) without an image, and 2"):
+        engine.generate(empty, images=pictures(2))
+    with pytest.raises(InvalidMedia, match=r"1 image part\(s\) without an image, and 0"):
+        engine.generate(empty)
+    with pytest.raises(InvalidMedia, match=r"2 image placeholder\(s\) <image> and 1 image"):
+        engine.generate(TEXT, images=pictures(1))
+    with pytest.raises(InvalidMedia, match="more placeholders than images"):
+        engine.generate(TEXT)
+    with pytest.raises(InvalidMedia, match="with token ids"):
+        engine.generate([1, 2, 3], images=pictures(1))
+    assert not engine.scheduler.has_work
+    assert engine.model.lane.num_kept == 0
+
+
+def test_parts_and_images_that_cannot_be_read_are_refused(load, tmp_path):
+    engine = load("llava")
+    (tmp_path / "notes.png").write_text("not an image")
+    with pytest.raises(InvalidMedia, match=r"notes\.png.* is not an image"):
+        engine.generate("w1 <image>", images=[tmp_path / "notes.png"])
+    with pytest.raises(InvalidMedia, match="'video'"):
+        engine.generate([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
+    with pytest.raises(InvalidPrompt, match="content of a message is a int"):
+        engine.generate([{"role": "user", "content": 7}])
+    with pytest.raises(InvalidPrompt, match="empty"):
+        engine.generate("")
+
+
+def test_an_image_that_the_encoder_has_no_memory_for_is_refused(load):
+    engine = load("llava")
+    lane = engine.model.lane
+    lane.encoder_bytes = 1000
+    engine.model = dataclasses.replace(engine.model, budget_bytes=0)
+    with pytest.raises(MemoryTooSmall, match=r"Encoding image 1 \(16 patches\) takes"):
+        answer(engine)
+
+
+def test_a_folder_without_a_processor_reads_text_and_says_why_not_images(saved):
+    folder, _ = saved("qwen2.5-vl")
+    with Engine.load(str(folder), dtype="float32", memory="4GiB", threads=1) as engine:
+        assert len(engine.generate("w1 w2 w3", max_tokens=2, ignore_eos=True).token_ids) == 2
+        with pytest.raises(InvalidMedia, match=r"2 image\(s\) given, and they cannot be read: .* gives no processor"):
+            answer(engine)
+
+
+def test_what_is_too_long_is_refused_before_it_is_encoded(load):
+    engine = load("llava", context=30)
+    encoded = count_images(engine.model.lane.model, "llava")
+    with pytest.raises(PromptTooLong, match="the context holds 30"):
+        answer(engine)
+    assert not encoded
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+
+def penstock(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PENSTOCK_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_run_takes_images_between_files_and_the_text(saved, tmp_path):
+    folder, model = saved("llava")
+    one, two = pictures(2)
+    one.save(tmp_path / "one.png")
+    two.save(tmp_path / "two.png")
+    (tmp_path / "notes.txt").write_text("w3 w4")
+    images = ["--image", tmp_path / "one.png", "--image", tmp_path / "two.png"]
+    done = penstock(
+        *["run", folder, *images, "-p", "w1 w2", "-f", tmp_path / "notes.txt", "--json", "--chunk-size", 7],
+        *["--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"],
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    text = " user w3 w4 <image>  <image>  w1 w2 w9"
+    written, _ = plain(model, processor(text=[text], images=[one, two], return_tensors="pt"), 8)
+    assert tuple(document["token_ids"]) == written
+    assert document["lane"]["id"] == GENERIC_MULTIMODAL
+    assert document["lane"]["applied"]
+    assert any("prefix cache is off" in adjustment for adjustment in document["plan"]["adjustments"])
+
+
+@pytest.mark.parametrize("name", ["notes.png", "nowhere.png", "text-model.png"])
+def test_run_refuses_images_in_one_sentence(saved, tmp_path, name):
+    """One that is not an image, one that is not there, and one for a model that reads text only."""
+    (tmp_path / "notes.png").write_text("not an image")
+    folder = saved("llava")[0]
+    if name == "text-model.png":
+        pictures(1)[0].save(tmp_path / name)
+        folder = tmp_path / name.removesuffix(".png")
+        save_tiny_model("llama", folder)
+    done = penstock("run", folder, "--image", tmp_path / name, "-p", "w1", "--memory", "4GiB")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.strip().count("\n") == 0
+    assert ("reads text only" if name == "text-model.png" else name) in done.stderr
