@@ -23,7 +23,7 @@ run: setup
 	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120 --repetition-penalty 1.15
 
 test: setup
-	$(BIN)/python -m pytest -m "not evidence"
+	$(BIN)/python -m pytest -m "not evidence" -n auto --dist loadfile
 
 check: setup
 	scripts/check
