@@ -1,6 +1,7 @@
 """The GPU backend against plain attention over whole sequences: on the card, or in Triton's interpreter."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.attention.cuda import CudaAttention, DecodeAttention, num_splits
+from penstock.attention.flashinfer import FlashInferReader
 from penstock.cache.storage import KvStorage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +76,7 @@ class Step:
             logit_rows=torch.zeros(0, dtype=torch.long),
         )
 
-    def attended(self, rule, num_processors=None, sinks=None):
+    def attended(self, rule, num_processors=None, sinks=None, reader=None):
         storage = self.storage()
         for index, (_, end) in enumerate(self.chunks):
             slots = self.slots(index, 0, end)
@@ -82,6 +84,8 @@ class Step:
             storage.values[0][slots] = self.v[index].to(DEVICE)
         attention = CudaAttention(storage, self.block, num_heads=self.num_heads)
         attention._num_processors = num_processors or attention._num_processors
+        if reader is not None:
+            attention.reader = reader(storage, self.block, num_heads=self.num_heads)
         attention.begin_step(self.inputs())
         return attention.attend(0, torch.cat(self.q).to(DEVICE), rule, sinks).cpu().float()
 
@@ -193,3 +197,17 @@ def test_splits_share_the_work_and_stay_few():
     assert num_splits(np.array([1024] * 256), 8, 264, 64) == 1  # there is enough work already
     assert num_splits(np.array([1024]), 8, 264, 64) == 8  # no share is smaller than it is worth
     assert num_splits(np.array([100_000]), 1, 264, 10) == 10  # bounded by the memory of the partial results
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or find_spec("flashinfer") is None, reason="needs FlashInfer on a GPU"
+)
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("chunks", [CHUNKS, [(5, 6), (0, 300), (900, 1024), (64, 500)], [(0, 200), (3, 4), (10, 90)]])
+def test_flashinfer_agrees_with_our_kernels_beside_decodes(chunks, block):
+    """The third step has a decode between its wide chunks, so our own kernels attend for all of it."""
+    step = Step(chunks, heads=8, kv_heads=2, size=128, dtype=torch.bfloat16, block=block)
+    rule = AttentionRule(scale=128**-0.5)
+    found, exact = step.attended(rule, reader=FlashInferReader), step.expected(rule)
+    assert found.isfinite().all()
+    assert (found - exact).abs().max() <= 1.5 * (step.attended(rule) - exact).abs().max()

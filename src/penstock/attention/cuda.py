@@ -17,6 +17,7 @@ import triton
 
 from penstock.attention import triton_kernels
 from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.flashinfer import FlashInferReader, WideChunks, is_usable
 from penstock.cache.storage import KvStorage
 
 LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -24,6 +25,7 @@ MAX_SPLITS = 64  # a power of two
 MIN_SPLIT_KEYS = 128
 MAX_PARTIAL_BYTES = 64 * 2**20  # of the partial results of one launch
 ALIGNED_ITEMS = 4  # int32 numbers of 16 bytes
+TIMED_CHUNK, TIMED_CONTEXT, TIMED_RUNS = 2048, 8192, 4
 PADDING = -1  # a tile or a slot that nothing is computed for
 
 _kernels: Any = triton_kernels  # a launch has no type that a checker knows
@@ -58,6 +60,7 @@ class StepLayout:
     context_lens: torch.Tensor
     block_table: torch.Tensor
     tile_sets: tuple[TileSet, ...]
+    wide: WideChunks | None = None  # those that the reader attends for
 
 
 def tile_shapes(group: int, head_size: int, dtype: torch.dtype) -> tuple[TileShape, TileShape]:
@@ -102,6 +105,7 @@ class CudaAttention:
             self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._layout: StepLayout | None = None
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
+        self.reader: FlashInferReader | None = None  # None: our own kernels read wide chunks too
 
     def for_decodes(self, *, max_rows: int, max_context: int) -> DecodeAttention:
         num_heads = self.group * self.num_kv_heads
@@ -109,12 +113,56 @@ class CudaAttention:
             self.storage, self.block_size, num_heads=num_heads, max_rows=max_rows, max_context=max_context
         )
 
+    def pick_reader(self) -> None:
+        """Leaves wide chunks to FlashInfer where it is installed and measures faster than our own kernel."""
+        if not is_usable(self.storage):
+            return
+        own_ms = self._wide_chunk_ms()
+        num_heads = self.group * self.num_kv_heads
+        self.reader = FlashInferReader(self.storage, self.block_size, num_heads=num_heads)
+        if self._wide_chunk_ms() > own_ms:
+            self.reader = None
+
+    def _wide_chunk_ms(self) -> float:
+        """Of one layer's attention for a typical chunk; the least of a few."""
+        num_slots = len(self.storage.keys[0]) // self.block_size * self.block_size
+        context = min(TIMED_CONTEXT, num_slots)
+        count = min(TIMED_CHUNK, context)
+        empty = torch.empty(0, dtype=torch.long)
+        inputs = ForwardInputs(
+            ids_T=empty,
+            positions_T=empty,
+            query_starts=(0, count),
+            context_lens=(context,),
+            block_table=(tuple(range(-(-context // self.block_size))),),
+            rotary_variants=("default",),
+            sequence_ids=(0,),
+            logit_rows=empty,
+        )
+        q_THD = torch.zeros(
+            count, self.group * self.num_kv_heads, self.head_size, dtype=self.storage.keys[0].dtype, device=self.device
+        )
+        times = []
+        for _ in range(TIMED_RUNS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.begin_step(inputs)
+            begin.record()
+            self.attend(0, q_THD, AttentionRule(scale=self.head_size**-0.5))
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times)
+
     def begin_step(self, inputs: ForwardInputs) -> None:
         starts = np.array(inputs.query_starts, dtype=np.int32)
         contexts = np.array(inputs.context_lens, dtype=np.int32)
         table = self._block_table(inputs)
         counts = np.diff(starts)
         is_narrow = counts <= self._narrow.num_rows // self.group
+        wide = None
+        if self.reader is not None:
+            wide = WideChunks.of(np.flatnonzero(~is_narrow), starts, contexts, table, self.block_size)
+            self.reader.begin_step(wide)
         groups = [
             (shape, *_tiles(np.flatnonzero(chosen & (counts > 0)), counts, contexts, shape.num_rows // self.group))
             for shape, chosen in ((self._wide, ~is_narrow), (self._narrow, is_narrow))
@@ -127,6 +175,7 @@ class CudaAttention:
             query_starts=query_starts,
             context_lens=context_lens,
             block_table=block_table,
+            wide=wide,
             tile_sets=tuple(
                 TileSet(shape=shape, tiles=tensor, num_keys=num_keys)
                 for (shape, tiles, num_keys), tensor in zip(groups, tile_tensors, strict=True)
@@ -177,8 +226,12 @@ class CudaAttention:
     ) -> torch.Tensor:
         layout = self._current_layout()
         out_THD = torch.empty_like(q_THD)
+        reader = self.reader if layout.wide is not None and sinks_H is None else None
+        if reader is not None:
+            reader.attend(layer, q_THD, out_THD, rule)
         for tile_set in layout.tile_sets:
-            self._attend_tiles(layer, q_THD, out_THD, rule, sinks_H, layout, tile_set)
+            if reader is None or tile_set.shape is not self._wide:
+                self._attend_tiles(layer, q_THD, out_THD, rule, sinks_H, layout, tile_set)
         return out_THD
 
     def _attend_tiles(

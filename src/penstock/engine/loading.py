@@ -153,7 +153,9 @@ def attention_backend(storage: KvStorage, block_size: int, num_heads: int) -> At
         from penstock.attention.cuda import CudaAttention
     except ImportError as error:
         raise InvalidSetting(f"A GPU needs Triton, which is missing ({error}); pip install triton.") from error
-    return CudaAttention(storage, block_size, num_heads=num_heads)
+    attention = CudaAttention(storage, block_size, num_heads=num_heads)
+    attention.pick_reader()
+    return attention
 
 
 def decode_graphs(
