@@ -98,7 +98,7 @@ def random_engine(settings: EngineConfig, memory_share: float, has_graphs: bool)
         device=device,
     )
     facts = pick_lane(QWEN3_8B, None)
-    attention = attention_backend(storage, settings.block_size, spec)
+    attention = attention_backend(storage, settings.block_size, spec.num_heads)
     graphs = decode_graphs(decoder, attention, max_running=MAX_RUNNING, max_context=MAX_CONTEXT) if has_graphs else None
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0}, unk_token="w0"))
     model = LoadedModel(

@@ -27,6 +27,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
 
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether each token is the likeliest one of the model itself: no history and no chance is needed for it."""
+        is_plain = self.repetition_penalty == 1 and not self.frequency_penalty and not self.presence_penalty
+        return self.temperature == 0 and is_plain
+
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100")
@@ -126,7 +132,9 @@ class Sequence:
     num_prompt_tokens: int  # grows while a streamed prompt is read
     prompt_is_complete: bool
     num_computed: int = 0
-    num_in_flight: int = 0
+    num_scheduled: int = 0  # computed tokens and those of the steps in flight
+    num_steps: int = 0  # in flight, with a chunk of it
+    num_pending: int = 0  # tokens that the steps in flight will choose
     num_cached: int = 0  # prompt tokens taken from the prefix cache
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -135,7 +143,8 @@ class Sequence:
     joined_at: int = 0  # prompt tokens that the engine had read when this one came
     num_read: int = 0  # prompt tokens read of this one, repeats after a preemption included
     is_paused: bool = False
-    abort_reason: FinishReason | None = None  # asked to end; it does when nothing is in flight
+    is_leaving: bool = False  # it has ended or must end, and does so when nothing of it is in flight
+    abort_reason: FinishReason | None = None  # why it must end before its last token
     state_slot: int | None = None  # None: not running, or the model has no recurrent state
     state_is_current: bool = False  # whether the slot holds the state after `num_computed` tokens
     state_source: int | None = None  # the checkpoint to start from; None: from nothing
@@ -156,10 +165,15 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_expected(self) -> int:
+        """Tokens that will be known when the steps in flight are done."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def is_prefilling(self) -> bool:
-        """More than one token is still to be computed, or the prompt's logits are."""
-        num_computed = self.num_computed
-        is_read = num_computed >= self.num_prompt_tokens and num_computed >= len(self.tokens) - 1
+        """More than one token is still to be scheduled, or the prompt's logits are."""
+        num_scheduled = self.num_scheduled
+        is_read = num_scheduled >= self.num_prompt_tokens and num_scheduled >= len(self.tokens) + self.num_pending - 1
         return not (is_read and self.prompt_is_complete)
 
 

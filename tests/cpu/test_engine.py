@@ -343,3 +343,61 @@ def test_the_same_request_twice_gives_bitwise_the_same_logits(load):
         engine.generate(prompt(100), max_tokens=8, ignore_eos=True)
         runs.append(recorder.all)
     assert torch.equal(*runs)
+
+
+ASKS = (
+    {"max_tokens": 12, "ignore_eos": True},
+    {"max_tokens": 1, "ignore_eos": True},
+    {"max_tokens": 20, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1},
+    {"max_tokens": 9, "ignore_eos": True, "temperature": 0.9, "seed": 3},
+    {"max_tokens": 15, "ignore_eos": True, "frequency_penalty": 0.7},
+    {"max_tokens": 40, "ignore_eos": True},
+)
+
+
+def answers_of(engine, stop):
+    """Of requests that come while others run; one has a stop string that nobody can foresee."""
+    ids, outputs = [], {}
+    asks = [*ASKS, {"max_tokens": 40, "ignore_eos": True, "stop": (stop,)} if stop else ASKS[-1]]
+    for number, ask in enumerate(asks):
+        ids.append(engine.submit(prompt(20 + 17 * number, seed=number % 6), **ask))
+        for event in engine.step():
+            if isinstance(event, Finished):
+                outputs[event.request_id] = event.output
+    while len(outputs) < len(ids):
+        outputs |= {event.request_id: event.output for event in engine.step() if isinstance(event, Finished)}
+    return [outputs[request_id] for request_id in ids]
+
+
+def test_steps_planned_ahead_give_the_same_answers(load):
+    """As on a GPU: a step is planned and launched before the tokens of the one before it are read."""
+    plain = load(chunk_size=24, max_running=5)
+    ahead = load(chunk_size=24, max_running=5)
+    ahead.most_in_flight = 2
+    stop = answers_of(plain, None)[-1].text.split()[20]
+    expected, found = answers_of(plain, stop), answers_of(ahead, stop)
+    assert expected[-1].finish_reason == "stop"
+    assert not ahead.scheduler.has_work or ahead.step() == []
+    ahead.scheduler.check()
+    for one, other in zip(expected, found, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        if one.logprobs is not None:
+            assert [p.token_id for p in one.logprobs] == [p.token_id for p in other.logprobs]
+            assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+def test_cancelling_ahead_waits_for_what_is_in_flight_and_an_equal_prompt_resumes(load):
+    engine = load(chunk_size=32)
+    engine.most_in_flight = 2
+    tokens = prompt(300)
+    expected = load(chunk_size=0).generate(tokens, max_tokens=6, ignore_eos=True).token_ids
+    for num_steps in (1, 3, 5):
+        engine.scheduler.prefix.clear()
+        request_id = engine.submit(tokens, max_tokens=6, ignore_eos=True)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort(request_id)
+        assert not engine.scheduler.has_work
+        retry = engine.generate(tokens, max_tokens=6, ignore_eos=True)
+        assert retry.num_cached_tokens == 32 * (num_steps + 1)
+        assert retry.token_ids == expected

@@ -42,8 +42,10 @@ def make_scheduler(
     )
 
 
-def make_request(request_id, prompt, **values):
-    return Request(id=request_id, prompt=tuple(prompt), sampling=SamplingParams(), arrived_at=0.0, **values)
+def make_request(request_id, prompt, *, sampling=None, **values):
+    return Request(
+        id=request_id, prompt=tuple(prompt), sampling=SamplingParams(**sampling or {}), arrived_at=0.0, **values
+    )
 
 
 def next_token(tokens):
@@ -211,6 +213,119 @@ def machine_of(priority, target, num_checkpoints=None, has_spans=False):
     return case
 
 
+class AheadMachine(RuleBasedStateMachine):
+    """The same with each step planned while the one before it runs, over pages that remember what was written.
+
+    A page holds, for each of its tokens, all tokens up to it: what a chunk reads must be its own prefix.
+    """
+
+    priority = PrefillPriority.INTERLEAVED
+
+    def __init__(self):
+        super().__init__()
+        self.scheduler = make_scheduler(num_blocks=12, chunk_size=7, max_running=4, priority=self.priority)
+        self.prompts, self.lengths, self.outputs, self.aborted = {}, {}, {}, set()
+        self.flights, self.pages = [], {}
+
+    @rule(
+        seed=st.integers(0, 3),
+        length=st.integers(1, 30),
+        num_generated=st.integers(1, 9),
+        is_length_known=st.booleans(),
+        priority=st.integers(0, 2),
+    )
+    def submit(self, seed, length, num_generated, is_length_known, priority):
+        """An answer ends by its length, which the scheduler sees coming, or by a token, which nobody does."""
+        request_id = len(self.prompts)
+        self.prompts[request_id] = [seed * 100 + i for i in range(length)]
+        self.lengths[request_id] = num_generated
+        sampling = {"max_tokens": num_generated if is_length_known else 100}
+        self.scheduler.submit(make_request(request_id, self.prompts[request_id], sampling=sampling, priority=priority))
+
+    @rule()
+    def plan(self):
+        if len(self.flights) == 2:
+            self.land()
+        plan = self.scheduler.next_step()
+        if plan is None:
+            assert self.flights or not self.scheduler.has_work, "work was there and nothing was planned"
+            return
+        blocks = {c.sequence_id: tuple(self.scheduler.sequences[c.sequence_id].block_ids) for c in plan.chunks}
+        self.flights.append((plan, blocks))
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def land(self):
+        plan, blocks = self.flights.pop(0)
+        tokens, finished = {}, {}
+        for chunk in plan.chunks:
+            sequence = self.scheduler.sequences[chunk.sequence_id]
+            self.compute(chunk, sequence.tokens, blocks[sequence.id])
+            if chunk.wants_logits and not sequence.is_leaving:
+                token = tokens[sequence.id] = next_token(sequence.tokens[: chunk.end])
+                self.outputs.setdefault(sequence.id, []).append(token)
+                if len(self.outputs[sequence.id]) == self.lengths[sequence.id]:
+                    finished[sequence.id] = "length"
+        self.scheduler.apply(
+            StepResult(step=plan.step, token_by_sequence=tokens, finished=finished, elapsed_s=0.01, peak_bytes=0)
+        )
+
+    def compute(self, chunk, tokens, blocks):
+        for position in range(chunk.start if chunk.end <= len(tokens) else 0):
+            seen = self.pages[blocks[position // BLOCK], position % BLOCK]
+            assert seen == tokens[: position + 1], "a chunk read the pages of another prefix"
+        for position in range(chunk.start, chunk.end):
+            written = tokens[: position + 1] if position < len(tokens) else "past the end"
+            self.pages[blocks[position // BLOCK], position % BLOCK] = written
+
+    @precondition(lambda self: self.scheduler.sequences)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.sequences)))
+        if not self.scheduler.sequences[request_id].is_leaving:
+            self.aborted.add(request_id)
+        self.scheduler.abort(request_id)
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def fail(self, data):
+        """The steps from one on fail; what they wrote is lost."""
+        first = data.draw(st.integers(0, len(self.flights) - 1))
+        self.scheduler.fail(self.flights[first][0].step)
+        for plan, blocks in self.flights[first:]:
+            for chunk in plan.chunks:
+                for position in range(chunk.start, chunk.end):
+                    self.pages[blocks[chunk.sequence_id][position // BLOCK], position % BLOCK] = "failed"
+        del self.flights[first:]
+
+    @invariant()
+    def the_pool_is_intact(self):
+        self.scheduler.check()
+
+    def teardown(self):
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            self.plan()
+            if self.flights:
+                self.land()
+        assert not self.scheduler.has_work, "a request never ended"
+        self.scheduler.check()
+        for request_id in set(self.prompts) - self.aborted:
+            expected = expected_output(self.prompts[request_id], self.lengths[request_id])
+            assert self.outputs[request_id] == expected
+
+
+def ahead_machine_of(priority):
+    case = type("Machine", (AheadMachine,), {"priority": priority}).TestCase
+    case.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    return case
+
+
+TestAhead = ahead_machine_of(PrefillPriority.INTERLEAVED)
+TestAheadPrefillFirst = ahead_machine_of(PrefillPriority.PREFILL_FIRST)
+TestAheadDecodePriority = ahead_machine_of(PrefillPriority.DECODE_PRIORITY)
+
 TestInterleaved = machine_of(PrefillPriority.INTERLEAVED, None)
 TestInterleavedUnderATarget = machine_of(PrefillPriority.INTERLEAVED, 0.006)
 TestPrefillFirst = machine_of(PrefillPriority.PREFILL_FIRST, None)
@@ -222,6 +337,32 @@ TestRecurrentStateWithoutCheckpoints = machine_of(PrefillPriority.PREFILL_FIRST,
 
 TestSpans = machine_of(PrefillPriority.INTERLEAVED, None, has_spans=True)
 TestSpansUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006, has_spans=True)
+
+
+def test_a_step_planned_ahead_goes_on_from_the_token_that_is_pending():
+    scheduler = make_scheduler(chunk_size=8)
+    scheduler.submit(make_request(0, range(5), sampling={"max_tokens": 3}))
+    first, second = scheduler.next_step(), scheduler.next_step()
+    assert [(c.start, c.end, c.wants_logits) for c in (*first.chunks, *second.chunks)] == [(0, 5, True), (5, 6, True)]
+    scheduler.apply(StepResult(step=first.step, token_by_sequence={0: 7}, finished={}, elapsed_s=0.0, peak_bytes=0))
+    third = scheduler.next_step()
+    assert [(c.start, c.end) for c in third.chunks] == [(6, 7)]
+    scheduler.apply(StepResult(step=second.step, token_by_sequence={0: 8}, finished={}, elapsed_s=0.0, peak_bytes=0))
+    assert scheduler.next_step() is None  # the third token is the last
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 1}]
+)
+def test_no_step_is_planned_ahead_of_a_token_that_the_host_must_choose(values):
+    scheduler = make_scheduler(chunk_size=8)
+    scheduler.submit(make_request(0, range(12), sampling=values))
+    assert scheduler.next_step() is not None
+    assert scheduler.next_step() is not None  # the rest of the prompt depends on no token
+    scheduler = make_scheduler(chunk_size=8)
+    scheduler.submit(make_request(0, range(5), sampling=values))
+    assert scheduler.next_step() is not None
+    assert scheduler.next_step() is None
 
 
 def run_all(scheduler, lengths):

@@ -20,7 +20,7 @@ from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
-from penstock.engine.runner import Runner
+from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler, token_logprob
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
@@ -78,6 +78,15 @@ class _Active:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A step that runs, or waits on the device for the one before it."""
+
+    plan: StepPlan
+    logits: StepLogits
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
     token: int
     finish: FinishReason | None
@@ -132,6 +141,11 @@ class Engine:
             capacity=self.scheduler.capacity,
         )
         self._runner = Runner(model.lane, model.device)
+        # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
+        runs_ahead = model.device.type == "cuda" and model.source is None and model.media is None
+        self.most_in_flight = 2 if runs_ahead else 1
+        self._flights: deque[_Flight] = deque()
+        self._landed_at = 0.0
         self._active: dict[int, _Active] = {}
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
         self._new_events: list[Event] = []
@@ -153,6 +167,8 @@ class Engine:
             return
         for request_id in list(self._active):
             self.abort(request_id)
+        while self._flights:
+            self._land()
         self._is_closed = True
         self.scheduler.check()
         del self.model, self._runner, self.prompts
@@ -304,32 +320,59 @@ class Engine:
         """Cancels within one chunk; computed blocks stay in the prefix cache, so an equal prompt resumes there."""
         if request_id in self.scheduler.sequences:
             self.scheduler.abort(request_id)
+            while request_id in self.scheduler.sequences:
+                self._land()
             self._collect_ended()
 
     def step(self) -> list[Event]:
         """One step for all requests; returns what happened since the last one."""
         self.scheduler.expire(time.perf_counter())
         self._collect_ended()
+        while len(self._flights) < self.most_in_flight and self._launch():
+            pass
+        if self._flights:
+            self._land()
+        else:
+            is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
+            assert not is_stuck, "requests wait and none can run"
+        return self._take_events()
+
+    def _launch(self) -> bool:
+        """Plans a step and hands it to the device; False when nothing can run before another has landed."""
         self._feed_prompts()
         plan = self.scheduler.next_step()
         if plan is None:
-            is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
-            assert not is_stuck, "requests wait and none can run"
-            return self._take_events()
+            return False
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
             self._expect_media(request_id)
         started_at = time.perf_counter()
         try:
-            chosen = self._choose_tokens(plan, self._runner.run(plan, self.scheduler.sequences))
+            logits = self._runner.run(plan, self.scheduler.sequences)
         except BaseException:
             self.scheduler.fail(plan.step)
             raise
+        self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
+        return True
+
+    def _land(self) -> None:
+        """Waits for the first step in flight, and takes what it gave."""
+        flight = self._flights.popleft()
+        plan = flight.plan
+        try:
+            chosen = self._choose_tokens(plan, flight.logits)
+        except BaseException:
+            self._flights.clear()
+            self.scheduler.fail(plan.step)
+            raise
+        # A step that was launched early began when the one before it ended.
+        started_at = max(flight.started_at, self._landed_at)
+        self._landed_at = time.perf_counter()
         result = StepResult(
             step=plan.step,
             token_by_sequence={request_id: choice.token for request_id, choice in chosen.items()},
             finished={request_id: choice.finish for request_id, choice in chosen.items() if choice.finish},
-            elapsed_s=time.perf_counter() - started_at,
+            elapsed_s=self._landed_at - started_at,
             peak_bytes=peak_resident_bytes(),
         )
         self.scheduler.apply(result)
@@ -343,7 +386,6 @@ class Engine:
             self.on_step(plan, result)
         if not self.scheduler.has_work:
             self.scheduler.check()
-        return self._take_events()
 
     def set_priority(self, priority: PrefillPriority) -> None:
         """How steps are shared from now on."""
@@ -408,7 +450,7 @@ class Engine:
             assert feed is not None
             ceiling = self.scheduler.budget.ceiling
             wanted = max(ceiling, self.config.block_size) + 1
-            num_ahead = len(sequence.tokens) - sequence.num_computed
+            num_ahead = len(sequence.tokens) - sequence.num_scheduled
             if ceiling == 0:
                 wanted = self.scheduler.capacity
             if num_ahead < wanted:
@@ -421,17 +463,23 @@ class Engine:
                     self._emit(Failed(request_id=sequence.id, error=error))
                     self.abort(sequence.id)
 
-    def _choose_tokens(self, plan: StepPlan, logits: Mapping[int, torch.Tensor]) -> dict[int, _Choice]:
+    def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, _Choice]:
+        likeliest = logits.likeliest_tokens()
         chosen: dict[int, _Choice] = {}
         for chunk in plan.chunks:
             sequence = self.scheduler.sequences[chunk.sequence_id]
+            if sequence.is_leaving:
+                continue
             active = self._active[sequence.id]
             rows = logits[sequence.id]
             if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
                 self._note_prompt_logprobs(active, sequence.tokens, sequence.num_computed, rows)
-            if chunk.wants_logits and sequence.abort_reason is None:
-                prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
-                token, logprob = active.sampler.sample(rows[-1], prompt, active.token_ids)
+            if chunk.wants_logits:
+                token = likeliest[sequence.id]
+                if not active.request.sampling.is_likeliest:
+                    prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
+                    token = active.sampler.sample(rows[-1], prompt, active.token_ids)
+                logprob = active.sampler.logprob(rows[-1], token)
                 chosen[sequence.id] = self._choice(active, token, logprob, len(sequence.tokens) + 1)
         return chosen
 
@@ -475,7 +523,9 @@ class Engine:
         """Times and progress of the step's chunks, read from the plan and the result."""
         now = started_at + result.elapsed_s
         for chunk in plan.chunks:
-            active = self._active[chunk.sequence_id]
+            active = self._active.get(chunk.sequence_id)
+            if active is None:  # its answer ended before this step
+                continue
             active.predicted_bytes = max(active.predicted_bytes, plan.predicted_bytes)
             if active.started_at is None:
                 active.started_at = started_at

@@ -1,22 +1,40 @@
 """Turns a StepPlan into the packed tensors of one step, and runs the lane on them."""
 
+# T tokens of the step, L rows whose logits are wanted, P tokens that are pending
+
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from penstock.attention.backend import ForwardInputs
 from penstock.lanes.lane import Lane
-from penstock.request import Chunk, Sequence, StepPlan
+from penstock.request import Chunk, StepPlan
+from penstock.request import Sequence as SequenceState
 
 
 class StepLogits(Mapping[int, torch.Tensor]):
-    """The logits of a step by sequence: [rows, vocabulary], no row where none was wanted."""
+    """The logits of a step by sequence: [rows, vocabulary], no row where none was wanted.
 
-    def __init__(self, logits: torch.Tensor, rows_by_sequence: Mapping[int, slice]) -> None:
+    The likeliest tokens are chosen on the device, where the next step can take them from, and copied to the host.
+    """
+
+    def __init__(self, logits: torch.Tensor, rows_by_sequence: Mapping[int, slice], choosing: Sequence[int]) -> None:
         self._logits = logits
         self._rows = rows_by_sequence
+        self.place_by_sequence = {sequence_id: place for place, sequence_id in enumerate(choosing)}
+        last_rows = [rows_by_sequence[sequence_id].stop - 1 for sequence_id in choosing]
+        if len(last_rows) < len(logits):
+            logits = logits[torch.tensor(last_rows, dtype=torch.long, device=logits.device)]
+        self.tokens_on_device = logits.argmax(-1) if len(logits) else torch.empty(0, dtype=torch.long)
+        self._tokens = self.tokens_on_device
+        self._is_done: torch.cuda.Event | None = None
+        if logits.is_cuda:
+            self._tokens = torch.empty(len(logits), dtype=torch.long, pin_memory=True)
+            self._tokens.copy_(self.tokens_on_device, non_blocking=True)
+            self._is_done = torch.cuda.Event()
+            self._is_done.record()
 
     def __getitem__(self, sequence_id: int) -> torch.Tensor:
         return self._logits[self._rows[sequence_id]]
@@ -27,20 +45,22 @@ class StepLogits(Mapping[int, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def greedy_tokens(self) -> dict[int, int]:
-        """The likeliest next token of each sequence that has logits, chosen on the device and read in one go."""
-        tokens = self._logits.argmax(-1).tolist() if len(self._logits) else []
-        return {
-            sequence_id: tokens[rows.stop - 1] for sequence_id, rows in self._rows.items() if rows.stop > rows.start
-        }
+    def likeliest_tokens(self) -> dict[int, int]:
+        """The next token of each sequence that gets one, once the step is done."""
+        if self._is_done is not None:
+            self._is_done.synchronize()
+        return dict(zip(self.place_by_sequence, self._tokens.tolist(), strict=True))
 
 
 class Runner:
+    """A step may begin while the one before it still runs: tokens that nobody has read yet are taken on the device."""
+
     def __init__(self, lane: Lane, device: torch.device) -> None:
         self.lane = lane
         self.device = device
+        self._last: StepLogits | None = None
 
-    def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepLogits:
+    def run(self, plan: StepPlan, sequences: Mapping[int, SequenceState]) -> StepLogits:
         """Logits by sequence: of the chunk's last token, or of every token where prompt logprobs are wanted."""
         rows_by_sequence: dict[int, slice] = {}
         logit_rows: list[int] = []
@@ -51,25 +71,39 @@ class Runner:
             logit_rows += wanted
             row += chunk.num_tokens
         logits = self.lane.run(self._inputs(plan, sequences, logit_rows))
-        return StepLogits(logits, rows_by_sequence)
+        choosing = [chunk.sequence_id for chunk in plan.chunks if chunk.wants_logits]
+        self._last = StepLogits(logits, rows_by_sequence, choosing)
+        return self._last
 
-    def _inputs(self, plan: StepPlan, sequences: Mapping[int, Sequence], logit_rows: list[int]) -> ForwardInputs:
+    def _inputs(self, plan: StepPlan, sequences: Mapping[int, SequenceState], logit_rows: list[int]) -> ForwardInputs:
         ids: list[int] = []
         positions: list[int] = []
         query_starts = [0]
+        pending_rows: list[int] = []
+        places: list[int] = []  # of the pending tokens among those that the last step chose
         for chunk in plan.chunks:
-            ids += sequences[chunk.sequence_id].tokens[chunk.start : chunk.end]
+            tokens = sequences[chunk.sequence_id].tokens[chunk.start : chunk.end]
+            if len(tokens) < chunk.num_tokens:
+                assert self._last is not None, "a token is pending, and no step has chosen it"
+                pending_rows.append(len(ids) + len(tokens))
+                places.append(self._last.place_by_sequence[chunk.sequence_id])
+                tokens = [*tokens, 0]
+            ids += tokens
             positions += range(chunk.start, chunk.end)
             query_starts.append(len(ids))
+        parts = self._tensors(ids, positions, logit_rows, pending_rows, places)
+        ids_T, positions_T, logit_rows_L, pending_rows_P, places_P = parts
+        if pending_rows and self._last is not None:
+            ids_T[pending_rows_P] = self._last.tokens_on_device[places_P]
         return ForwardInputs(
-            ids_T=self._tensor(ids),
-            positions_T=self._tensor(positions),
+            ids_T=ids_T,
+            positions_T=positions_T,
             query_starts=tuple(query_starts),
             context_lens=tuple(chunk.end for chunk in plan.chunks),
             block_table=tuple(tuple(sequences[chunk.sequence_id].block_ids) for chunk in plan.chunks),
             rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in plan.chunks),
             sequence_ids=tuple(chunk.sequence_id for chunk in plan.chunks),
-            logit_rows=self._tensor(logit_rows),
+            logit_rows=logit_rows_L,
             state_slots=tuple(chunk.state.slot for chunk in plan.chunks if chunk.state),
             state_loads=tuple(
                 (chunk.state.source, chunk.state.slot)
@@ -84,19 +118,21 @@ class Runner:
             source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        """On the device; a copy from pinned memory is not waited for."""
+    def _tensors(self, *parts: list[int]) -> list[torch.Tensor]:
+        """On the device, in one copy; from pinned memory it is not waited for."""
         is_gpu = self.device.type == "cuda"
-        return torch.tensor(values, dtype=torch.long, pin_memory=is_gpu).to(self.device, non_blocking=True)
+        packed = torch.tensor([number for part in parts for number in part], dtype=torch.long, pin_memory=is_gpu)
+        return list(packed.to(self.device, non_blocking=True).split([len(part) for part in parts]))
 
 
-def _num_source(sequence: Sequence) -> int:
+def _num_source(sequence: SequenceState) -> int:
     source = sequence.request.source
     return 0 if source is None else source.num_tokens
 
 
-def _logit_rows(chunk: Chunk, sequence: Sequence, first_row: int) -> list[int]:
+def _logit_rows(chunk: Chunk, sequence: SequenceState, first_row: int) -> list[int]:
     if sequence.request.sampling.prompt_logprobs is not None and sequence.num_generated == 0:
         # Rows of an overlap were counted with the chunk before.
-        return list(range(first_row + sequence.num_computed - chunk.start, first_row + chunk.num_tokens))
+        num_again = max(0, sequence.num_computed - chunk.start)
+        return list(range(first_row + num_again, first_row + chunk.num_tokens))
     return [first_row + chunk.num_tokens - 1] if chunk.wants_logits else []

@@ -23,13 +23,12 @@ class Sampler:
             seed = secrets.randbits(63) if params.seed is None else params.seed
             self._generator = torch.Generator().manual_seed(seed)
 
-    def sample(
-        self, logits_V: torch.Tensor, prompt: Sequence[int], generated: Sequence[int]
-    ) -> tuple[int, TokenLogprob | None]:
-        token = self._choose(self._penalized(logits_V, prompt, generated))
-        if self.params.logprobs is None:
-            return token, None
-        return token, token_logprob(logits_V, token, self.params.logprobs)
+    def sample(self, logits_V: torch.Tensor, prompt: Sequence[int], generated: Sequence[int]) -> int:
+        return self._choose(self._penalized(logits_V, prompt, generated))
+
+    def logprob(self, logits_V: torch.Tensor, token: int) -> TokenLogprob | None:
+        """None where it is not asked for."""
+        return None if self.params.logprobs is None else token_logprob(logits_V, token, self.params.logprobs)
 
     def _penalized(self, logits_V: torch.Tensor, prompt: Sequence[int], generated: Sequence[int]) -> torch.Tensor:
         """Repetition counts prompt and answer; frequency and presence count the answer alone."""

@@ -54,7 +54,7 @@ class Holdings:
     def start_over(self, sequence: Sequence) -> None:
         """Nothing of it is computed any more, but for what the caches keep as long as nobody needs the room."""
         self._give_blocks_back(sequence)
-        sequence.num_computed = sequence.num_cached = sequence.num_remembered = 0
+        sequence.num_computed = sequence.num_scheduled = sequence.num_cached = sequence.num_remembered = 0
         sequence.state_is_current = False
         sequence.last_checkpoint = sequence.kept_checkpoint = 0
 
@@ -134,6 +134,7 @@ class Holdings:
         assert block is not None
         sequence.block_ids.append(block)
         sequence.num_computed += self.block_size
+        sequence.num_scheduled = sequence.num_computed
         sequence.num_cached += self.block_size
         self.prefix.num_hit_tokens += self.block_size
 

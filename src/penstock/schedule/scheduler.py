@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
@@ -14,10 +15,13 @@ from penstock.errors import PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
 from penstock.request import Chunk, FinishReason, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
+from penstock.schedule.draft import Draft, Flight
 from penstock.schedule.holdings import Holdings
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
+# Steps that run or are planned to run after them.
+MOST_IN_FLIGHT = 2
 # The rate behind a retry hint until prompts have been read.
 FIRST_GUESS_TOKENS_PER_S = 500.0
 
@@ -32,48 +36,6 @@ class Limits:
     max_waiting: int | None = None  # requests in the queue; None: no limit
     max_waiting_tokens: int | None = None
     reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
-
-
-@dataclass(slots=True, kw_only=True)
-class _Draft:
-    """A step while it is being put together; an older sequence may still take a younger one's place."""
-
-    chunk_by_sequence: dict[int, Chunk] = field(default_factory=dict)
-    admitted: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    claimed: set[bytes] = field(default_factory=set)  # hashes of the blocks that the step computes
-    num_streams: int = 0  # running sequences that have been read, whether or not they get a token
-    num_decodes: int = 0
-    num_prompt_tokens: int = 0
-    token_contexts: int = 0
-    decode_contexts: int = 0
-
-    @property
-    def load(self) -> StepLoad:
-        return StepLoad(
-            num_tokens=self.num_decodes + self.num_prompt_tokens,
-            token_contexts=self.token_contexts,
-            decode_contexts=self.decode_contexts,
-        )
-
-    def add(self, chunk: Chunk) -> None:
-        self._count(chunk, 1)
-        self.chunk_by_sequence[chunk.sequence_id] = chunk
-
-    def remove(self, sequence_id: int) -> Chunk | None:
-        chunk = self.chunk_by_sequence.pop(sequence_id, None)
-        if chunk is not None:
-            self._count(chunk, -1)
-        return chunk
-
-    def _count(self, chunk: Chunk, sign: int) -> None:
-        num_tokens = chunk.end - chunk.start
-        if chunk.is_prompt or num_tokens > 1:
-            self.num_prompt_tokens += sign * num_tokens
-            self.token_contexts += sign * (num_tokens * chunk.num_before + num_tokens * num_tokens // 2)
-        else:
-            self.num_decodes += sign
-            self.decode_contexts += sign * (chunk.num_before + 1)
 
 
 # (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget
@@ -115,8 +77,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._ended: list[tuple[int, FinishReason]] = []
-        self._plan: StepPlan | None = None
-        self._load = StepLoad()
+        self._flights: deque[Flight] = deque()
         self._num_steps = 0
         self._num_read = 0  # prompt tokens computed so far, of all sequences
         self._tokens_per_s = FIRST_GUESS_TOKENS_PER_S
@@ -169,11 +130,11 @@ class Scheduler:
     def abort(self, sequence_id: int, reason: FinishReason = "abort") -> None:
         """Takes effect now, or when the chunk in flight is done. What was computed stays in the prefix cache."""
         sequence = self.sequences.get(sequence_id)
-        if sequence is None:
+        if sequence is None or sequence.is_leaving:
             return
         sequence.abort_reason = reason
-        if sequence.num_in_flight == 0:
-            self._leave(sequence)
+        sequence.is_leaving = True
+        self._leave_if_landed(sequence)
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
@@ -215,10 +176,18 @@ class Scheduler:
     # --- a step: plan, run, commit ---
 
     def next_step(self) -> StepPlan | None:
-        """The chunks of the next step, in flight from now on; None when nothing can run."""
-        assert self._plan is None, "the last step was neither applied nor failed"
+        """The chunks of the next step, in flight from now on; None when nothing can run.
+
+        It may be planned while the step before it runs: then streams go on from tokens that are not known yet, and
+        nobody loses a place. None then means that the step in flight has to land first.
+        """
+        assert len(self._flights) < MOST_IN_FLIGHT, "the steps in flight were neither applied nor failed"
+        if self._flights and not self._may_plan_ahead():
+            return None
         streams, reading = self._split_running()
-        draft = _Draft(num_streams=len(streams))
+        draft = Draft(num_streams=len(streams))
+        if self._flights:
+            draft.claimed.update(self._flights[0].claimed)
         decodes = [s for s in streams if not s.is_paused]
         prompts = self._prompts_in_order(reading)
         policy = self.policy
@@ -231,72 +200,98 @@ class Scheduler:
             self._schedule_decodes(decodes, draft)  # every prompt waits for something else
         if prompts and draft.preempted and not draft.chunk_by_sequence:
             self._schedule_prompts(prompts, False, draft)  # every decode lost its place
-        if prompts and not draft.chunk_by_sequence:
+        if prompts and not draft.chunk_by_sequence and not self._flights:
             self._schedule_oldest(prompts, draft)
+        if not draft.chunk_by_sequence:
+            return None
         self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
         self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
         self._num_steps += 1
-        return self._commit_to(draft) if draft.chunk_by_sequence else None
+        return self._commit_to(draft)
 
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
-        plan = self._take_plan(result.step)
-        block_size = self.limits.block_size
-        self._observe(plan, result.elapsed_s)
-        for chunk in plan.chunks:
+        flight = self._land(result.step)
+        self._observe(flight, result.elapsed_s)
+        for chunk in flight.plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
-            if chunk.is_prompt:
-                num_new = chunk.end - sequence.num_computed
-                sequence.num_read += num_new
-                self._num_read += num_new
-            sequence.num_computed = chunk.end
-            sequence.num_in_flight = 0
-            if chunk.end // block_size > sequence.num_remembered:
-                self.holdings.remember(sequence)
-            if chunk.state is not None:
-                self.holdings.commit_state(sequence, chunk)
-            if sequence.abort_reason is not None:
-                self._leave(sequence)
+            sequence.num_steps -= 1
+            sequence.num_pending -= chunk.wants_logits
+            if chunk.end <= len(sequence.tokens):  # else the answer ended before this token was computed
+                self._commit(sequence, chunk)
+            if sequence.is_leaving:
+                self._leave_if_landed(sequence)
                 continue
             token = result.token_by_sequence.get(sequence.id)
             if token is not None:
                 sequence.tokens.append(token)
             if sequence.id in result.finished:
-                self._leave(sequence)
+                sequence.is_leaving = True
+                self._leave_if_landed(sequence)
 
     def fail(self, step: int) -> None:
-        """The step did not happen: every sequence stands where it stood, and its chunk is handed out again.
+        """The step did not happen, nor any after it: every sequence stands where it stood, and goes on from there.
 
         Recurrent state may have advanced in some layers, so such a sequence goes back to its last checkpoint.
         """
-        for chunk in self._take_plan(step).chunks:
-            sequence = self.sequences[chunk.sequence_id]
-            sequence.num_in_flight = 0
-            if chunk.state is not None:
-                self.holdings.forgo_state(chunk)
-                self.holdings.start_over(sequence)
-            if sequence.abort_reason is not None:
-                self._leave(sequence)
+        assert any(flight.plan.step == step for flight in self._flights), f"step {step} is not in flight"
+        while self._flights and self._flights[-1].plan.step >= step:
+            for chunk in self._flights.pop().plan.chunks:
+                sequence = self.sequences[chunk.sequence_id]
+                sequence.num_scheduled = max(sequence.num_computed, chunk.start)
+                sequence.num_steps -= 1
+                sequence.num_pending -= chunk.wants_logits
+                if chunk.state is not None:
+                    self.holdings.forgo_state(chunk)
+                    self.holdings.start_over(sequence)
+                if sequence.is_leaving:
+                    self._leave_if_landed(sequence)
 
-    def _commit_to(self, draft: _Draft) -> StepPlan:
-        self._load = draft.load
+    def _may_plan_ahead(self) -> bool:
+        """Whether what the step in flight will change is known, but for tokens that the device chooses itself."""
+        limits = self.limits
+        if limits.overlap or limits.reads_whole or self.holdings.states is not None:
+            return False
+        chosen = (self.sequences[c.sequence_id].request for c in self._flights[0].plan.chunks if c.wants_logits)
+        return all(request.sampling.is_likeliest and request.source is None for request in chosen)
+
+    def _commit(self, sequence: Sequence, chunk: Chunk) -> None:
+        if chunk.is_prompt:
+            num_new = chunk.end - sequence.num_computed
+            sequence.num_read += num_new
+            self._num_read += num_new
+        sequence.num_computed = chunk.end
+        if chunk.end // self.limits.block_size > sequence.num_remembered:
+            self.holdings.remember(sequence)
+        if chunk.state is not None:
+            self.holdings.commit_state(sequence, chunk)
+
+    def _commit_to(self, draft: Draft) -> StepPlan:
+        load = draft.load
         chunks = tuple(draft.chunk_by_sequence.values())
-        self._plan = StepPlan(
+        plan = StepPlan(
             step=self._num_steps,
             chunks=chunks,
             admitted=tuple(draft.admitted),
             preempted=tuple(draft.preempted),
             waiting=len(self.waiting),
             token_budget=self.budget.ceiling,
-            predicted_s=self.budget.predict(self._load),
+            predicted_s=self.budget.predict(load),
             predicted_bytes=self.peak_estimate(
-                self._load.num_tokens,
+                load.num_tokens,
                 max(self._num_slots(chunk) for chunk in chunks),
                 self.resident_tokens,
             ),
             reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
-        return self._plan
+        self._flights.append(Flight(plan=plan, load=load, claimed=frozenset(draft.claimed)))
+        return plan
+
+    def _land(self, step: int) -> Flight:
+        assert self._flights, "no step is in flight"
+        flight = self._flights.popleft()
+        assert flight.plan.step == step, f"step {step} is not the first in flight ({flight.plan.step})"
+        return flight
 
     def _num_slots(self, chunk: Chunk) -> int:
         if chunk.num_slots_before is None:
@@ -310,13 +305,14 @@ class Scheduler:
         streams: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in self.running.values():
-            (reading if sequence.is_prefilling else streams).append(sequence)
+            if not sequence.is_leaving:
+                (reading if sequence.is_prefilling else streams).append(sequence)
         return streams, reading
 
     def _prompts_in_order(self, reading: list[Sequence]) -> list[Sequence]:
         """Prompts with tokens to compute: by priority, then shortest remaining, aged by what others were given."""
         prompts = (*reading, *self.waiting.values())
-        ready = [s for s in prompts if not s.is_paused and s.num_computed < s.num_known]
+        ready = [s for s in prompts if not s.is_paused and s.num_scheduled < s.num_known]
         if self.limits.reads_whole:
             ready = [s for s in ready if s.prompt_is_complete]
         return sorted(ready, key=self._rank) if len(ready) > 1 else ready
@@ -327,12 +323,17 @@ class Scheduler:
         num_read_of_others = self._num_read - sequence.joined_at - sequence.num_read
         return (sequence.request.priority, length - sequence.num_computed - AGEING * num_read_of_others, sequence.id)
 
-    def _schedule_decodes(self, decodes: list[Sequence], draft: _Draft) -> None:
+    def _schedule_decodes(self, decodes: list[Sequence], draft: Draft) -> None:
         for sequence in decodes:
-            if sequence.status is Status.RUNNING and sequence.num_in_flight == 0:
-                self._schedule(sequence, sequence.num_computed, sequence.num_computed + 1, draft)
+            if sequence.status is Status.RUNNING and (sequence.num_pending == 0 or self._goes_on(sequence)):
+                self._schedule(sequence, sequence.num_scheduled, sequence.num_scheduled + 1, draft)
 
-    def _schedule_prompts(self, prompts: list[Sequence], has_decodes: bool, draft: _Draft) -> None:
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether an answer is not at its end with the token that is pending, as far as its length says."""
+        num_generated = sequence.num_generated + sequence.num_pending
+        return num_generated < sequence.request.sampling.max_tokens and sequence.num_expected < self.capacity
+
+    def _schedule_prompts(self, prompts: list[Sequence], has_decodes: bool, draft: Draft) -> None:
         for sequence in prompts:
             if sequence.status is Status.FINISHED or sequence.id in draft.preempted:
                 continue
@@ -348,15 +349,17 @@ class Scheduler:
             num_tokens = self._prompt_budget(sequence, has_decodes, draft)
             if num_tokens < 1:
                 break
-            start = self.holdings.overlapped_start(sequence, self.limits.overlap)
+            start = sequence.num_scheduled
+            if self.limits.overlap:
+                start = self.holdings.overlapped_start(sequence, self.limits.overlap)
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
-            num_tokens = max(num_tokens, sequence.num_computed - start + 1)
+            num_tokens = max(num_tokens, sequence.num_scheduled - start + 1)
             stops = self._stops(sequence)
             end = chunk_end(start, num_tokens, stops).position
             if end - start > num_tokens and draft.num_prompt_tokens:
                 continue  # a span over the budget has a step to itself, beside decodes at most
             end = uncut_end(min(end, self._end_without_preemption(sequence, draft)), stops)
-            if end > sequence.num_computed:
+            if end > sequence.num_scheduled:
                 self._schedule(sequence, start, end, draft)
 
     def _stops(self, sequence: Sequence) -> Stops:
@@ -365,13 +368,14 @@ class Scheduler:
             atomic = (Span(start=0, end=sequence.num_known),)
         return Stops(end=sequence.num_known, boundary=self._boundary, atomic=atomic)
 
-    def _schedule_oldest(self, prompts: list[Sequence], draft: _Draft) -> None:
+    def _schedule_oldest(self, prompts: list[Sequence], draft: Draft) -> None:
         """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""
         oldest = min(prompts, key=lambda s: (s.request.priority, s.id))
         if oldest.status is Status.WAITING:
             self._preempt_last(draft)
-            if not self._admit(oldest, draft):
-                return
+            while not self._admit(oldest, draft):  # the one that lost its place held nothing
+                if self._preempt_last(draft) is None:
+                    return
         self.holdings.take_hits(oldest)
         if oldest.num_computed == oldest.num_known:
             return
@@ -379,16 +383,16 @@ class Scheduler:
         end = chunk_end(oldest.num_computed, self.limits.block_size, stops).position
         self._schedule(oldest, oldest.num_computed, end, draft)
 
-    def _end_without_preemption(self, sequence: Sequence, draft: _Draft) -> int:
+    def _end_without_preemption(self, sequence: Sequence, draft: Draft) -> int:
         """How far the blocks reach that nobody holds, less one for each running stream's next token."""
         num_reserved = draft.num_streams - draft.num_decodes
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
         return sequence.request.num_reached(num_blocks * self.limits.block_size)
 
-    def _prompt_budget(self, sequence: Sequence, has_decodes: bool, draft: _Draft) -> int:
+    def _prompt_budget(self, sequence: Sequence, has_decodes: bool, draft: Draft) -> int:
         """Tokens left for this prompt by the token budget, the latency target and the memory."""
-        wanted = sequence.num_known - sequence.num_computed + self.limits.overlap
-        num_slots = sequence.request.num_slots(sequence.num_computed)
+        wanted = sequence.num_known - sequence.num_scheduled + self.limits.overlap
+        num_slots = sequence.request.num_slots(sequence.num_scheduled)
         if self.budget.ceiling:
             wanted = min(wanted, self.budget.ceiling - draft.num_prompt_tokens)
         if has_decodes and self.policy.decodes_beside_prompts:
@@ -403,11 +407,11 @@ class Scheduler:
         # One token always advances: the pool was sized so that the smallest chunk fits.
         return max(allowed - num_scheduled, 0 if draft.chunk_by_sequence else 1)
 
-    def _shared_with_decodes(self, sequence: Sequence, wanted: int, draft: _Draft) -> int:
+    def _shared_with_decodes(self, sequence: Sequence, wanted: int, draft: Draft) -> int:
         policy, budget = self.policy, self.budget
         allowed = 0
         if budget.target_s is not None or policy.fills_without_target:
-            num_slots = sequence.request.num_slots(sequence.num_computed)
+            num_slots = sequence.request.num_slots(sequence.num_scheduled)
             allowed = budget.allowance(draft.load, num_slots, wanted)
         is_overdue = self._steps_without_prefill >= policy.most_steps_without_prefill
         is_first = draft.num_prompt_tokens == 0
@@ -417,7 +421,7 @@ class Scheduler:
             return max(allowed, min(wanted, budget.overdue))
         return allowed
 
-    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _admit(self, sequence: Sequence, draft: Draft) -> bool:
         if len(self.running) >= self.limits.max_running or self.pool.num_available == 0:
             return False
         del self.waiting[sequence.id]
@@ -427,44 +431,47 @@ class Scheduler:
         draft.admitted.append(sequence.id)
         return True
 
-    def _schedule(self, sequence: Sequence, start: int, end: int, draft: _Draft) -> None:
+    def _schedule(self, sequence: Sequence, start: int, end: int, draft: Draft) -> None:
         request = sequence.request
         num_slots = end if request.source is None else request.num_slots(end)
         is_held = len(sequence.block_ids) * self.limits.block_size >= num_slots
         if not is_held and not self._allocate(sequence, num_slots, draft):
             return
-        sequence.num_in_flight = end - sequence.num_computed
+        sequence.num_scheduled = end
         chunk = Chunk(
             sequence_id=request.id,
             start=start,
             end=end,
-            wants_logits=sequence.prompt_is_complete and end == len(sequence.tokens),
+            wants_logits=sequence.prompt_is_complete and end == sequence.num_expected,
             num_cached=sequence.num_cached,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
             state=None if self.holdings.states is None else self.holdings.state_use(sequence, end),
             num_slots_before=None if request.source is None else request.num_slots(start),
         )
+        sequence.num_steps += 1
+        sequence.num_pending += chunk.wants_logits
         draft.add(chunk)
         if chunk.is_prompt:
             draft.claimed.update(self.holdings.blocks_between(sequence, start, end))
 
     # --- blocks ---
 
-    def _allocate(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
+    def _allocate(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
         """Blocks for `num_tokens`, taken from the last in rank when none is left. False: this one was the last."""
         while not self.holdings.grow(sequence, num_tokens):
-            if self._preempt_last(draft) is sequence:
+            if self._preempt_last(draft) in (sequence, None):
                 return False
         return True
 
-    def _preempt_last(self, draft: _Draft) -> Sequence | None:
-        if not self.running:
+    def _preempt_last(self, draft: Draft) -> Sequence | None:
+        """Nobody while a step is in flight: what it writes to is not given away."""
+        if not self.running or self._flights:
             return None
         victim = max(self.running.values(), key=lambda s: (s.is_paused, s.request.priority, s.id))
         self._preempt(victim, draft)
         return victim
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""
         if chunk := draft.remove(sequence.id):
             self.holdings.forgo_state(chunk)
@@ -472,10 +479,14 @@ class Scheduler:
         self.num_preemptions += 1
         self.holdings.start_over(sequence)
         self.holdings.release(sequence)
-        sequence.num_in_flight = 0
+        sequence.num_steps = sequence.num_pending = 0
         sequence.status = Status.WAITING
         del self.running[sequence.id]
         self.waiting[sequence.id] = sequence
+
+    def _leave_if_landed(self, sequence: Sequence) -> None:
+        if sequence.num_steps == 0:
+            self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.holdings.release(sequence)
@@ -505,14 +516,8 @@ class Scheduler:
                 retry_after_s=retry_after_s,
             )
 
-    def _observe(self, plan: StepPlan, elapsed_s: float) -> None:
-        self.budget.observe(self._load, elapsed_s)
-        num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.is_prompt)
+    def _observe(self, flight: Flight, elapsed_s: float) -> None:
+        self.budget.observe(flight.load, elapsed_s)
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in flight.plan.chunks if chunk.is_prompt)
         if num_prompt_tokens and elapsed_s > 0:
             self._tokens_per_s += 0.1 * (num_prompt_tokens / elapsed_s - self._tokens_per_s)
-
-    def _take_plan(self, step: int) -> StepPlan:
-        plan, self._plan = self._plan, None
-        assert plan is not None, "no step is in flight"
-        assert plan.step == step, f"step {step} is not the one in flight ({plan.step})"
-        return plan
