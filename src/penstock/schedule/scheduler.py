@@ -14,7 +14,7 @@ from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
 from penstock.request import Chunk, FinishReason, Request, Sequence, Span, Status, StepPlan, StepResult
-from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepLoad, TokenBudget
+from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
 from penstock.schedule.draft import Draft, Flight
 from penstock.schedule.holdings import Holdings
 
