@@ -17,6 +17,7 @@ import triton
 
 from penstock.attention import triton_kernels
 from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.spans import attend_spans
 from penstock.cache.storage import KvStorage
 
 LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -101,6 +102,7 @@ class CudaAttention:
         if self.device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._layout: StepLayout | None = None
+        self._inputs: ForwardInputs | None = None  # of a step with images
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
 
     def for_decodes(self, *, max_rows: int, max_context: int) -> DecodeAttention:
@@ -110,6 +112,7 @@ class CudaAttention:
         )
 
     def begin_step(self, inputs: ForwardInputs) -> None:
+        self._inputs = None if inputs.media is None else inputs
         starts = np.array(inputs.query_starts, dtype=np.int32)
         contexts = np.array(inputs.context_lens, dtype=np.int32)
         table = self._block_table(inputs)
@@ -179,6 +182,9 @@ class CudaAttention:
         out_THD = torch.empty_like(q_THD)
         for tile_set in layout.tile_sets:
             self._attend_tiles(layer, q_THD, out_THD, rule, sinks_H, layout, tile_set)
+        if self._inputs is not None:
+            pages = self.storage.keys[layer], self.storage.values[layer]
+            attend_spans(self._inputs, self.block_size, pages, q_THD, out_THD, rule)
         return out_THD
 
     def _attend_tiles(
