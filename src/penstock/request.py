@@ -79,6 +79,15 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaKey:
+    """What tokens [start, end) depend on besides their ids: the content of a medium, as a hash."""
+
+    start: int
+    end: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The ask. `prompt` holds the tokens known at submission; a streamed prompt adds more through the scheduler."""
 
@@ -92,6 +101,7 @@ class Request:
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
+    media_keys: tuple[MediaKey, ...] = ()  # part of the prefix hash
 
     @property
     def first_decoder_position(self) -> int:

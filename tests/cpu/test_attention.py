@@ -6,9 +6,10 @@ import pytest
 import torch
 from dense_attention import dense
 
-from penstock.attention.backend import AttentionRule, ForwardInputs
+from penstock.attention.backend import AttentionRule, ForwardInputs, MediaInputs
 from penstock.attention.cpu import QUERY_ROWS, CpuAttention, contiguous_runs, segments
 from penstock.cache.storage import KvStorage
+from penstock.request import Span
 
 BLOCK = 16
 
@@ -21,7 +22,7 @@ def block_table(num_blocks, layout, first_free):
     return [first_free + (i ^ 3) for i in range(num_blocks)]  # short runs, out of order
 
 
-def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32, sinks=None):
+def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32, sinks=None, spans=()):
     """Runs (start, end) chunks of several sequences as one step; returns what was attended and what should be."""
     generator = torch.Generator().manual_seed(3)
     blocks_of = [-(-end // BLOCK) for _, end in chunks]
@@ -34,14 +35,14 @@ def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float3
         device=torch.device("cpu"),
     )
     tables, expected, queries, starts, free = [], [], [], [0], 0
-    for (start, end), num_blocks in zip(chunks, blocks_of, strict=True):
+    for (start, end), num_blocks, own_spans in zip(chunks, blocks_of, spans or [()] * len(chunks), strict=True):
         tables.append(block_table(num_blocks, layout, free))
         free = max(tables[-1]) + 4
         q = torch.randn(end - start, heads, size, generator=generator).to(dtype)
         k, v = (torch.randn(end, kv_heads, size, generator=generator).to(dtype) for _ in range(2))
         slots = [tables[-1][p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
         storage.keys[0][slots], storage.values[0][slots] = k, v
-        expected.append(dense(q, k, v, start, rule, sinks))
+        expected.append(dense(q, k, v, start, rule, sinks, own_spans))
         queries.append(q)
         starts.append(starts[-1] + len(q))
     attention = CpuAttention(storage, BLOCK)
@@ -55,6 +56,7 @@ def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float3
             rotary_variants=("default",) * len(chunks),
             sequence_ids=tuple(range(len(chunks))),
             logit_rows=torch.zeros(0, dtype=torch.long),
+            media=MediaInputs(rows_N=torch.zeros(0), features_ND=torch.zeros(0), spans=spans) if spans else None,
         )
     )
     return attention.attend(0, torch.cat(queries), rule, sinks).float(), torch.cat(expected)
@@ -81,6 +83,22 @@ def test_paged_attention_equals_plain_attention(rule, layout):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_chunks_of_several_query_tiles(rule):
     attended, expected = paged([(100, 100 + 2 * QUERY_ROWS + 77)], rule, "one run")
+    assert (attended - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("layout", ["one run", "scattered", "short runs"])
+@pytest.mark.parametrize("name", ["causal", "window 5", "window 40", "window 700"])
+def test_images_see_themselves(name, layout):
+    """Of five chunks: two images, none, one that began earlier, one whose last row is left, and one of many tiles."""
+    chunks = [(0, 60), (99, 100), (40, 70), (49, 50), (16, 20 + 2 * QUERY_ROWS)]
+    spans = (
+        (Span(start=3, end=20), Span(start=30, end=59)),
+        (),
+        (Span(start=33, end=50),),
+        (Span(start=33, end=50),),
+        (Span(start=18, end=19 + 2 * QUERY_ROWS),),
+    )
+    attended, expected = paged(chunks, RULES[name], layout, spans=spans)
     assert (attended - expected).abs().max() < 2e-5
 
 

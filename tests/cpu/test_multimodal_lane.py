@@ -97,7 +97,7 @@ def load(saved):
 
     def make(name, **settings):
         folder, model = saved(name)
-        settings = {"dtype": "float32", "memory": "4GiB", "threads": 1} | settings
+        settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "lane": GENERIC_MULTIMODAL} | settings
         engine = Engine.load(str(folder), **settings)
         if name not in WITH_PROCESSOR:
             engine.model.lane.processor = MediaProcessor(TensorProcessor(processed_prompt(name, model)))
@@ -183,7 +183,8 @@ def test_requests_at_once_get_what_each_gets_alone(name, load):
 def test_a_preempted_request_is_read_again_with_its_images(name, saved, load):
     """The pool holds one request and a part of the other; what was written is read again behind the images."""
     expected = answer(load(name, chunk_size=7)).token_ids
-    config = load_config({"dtype": "float32", "memory": "4GiB", "threads": 1, "chunk_size": 7})
+    settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "chunk_size": 7, "lane": GENERIC_MULTIMODAL}
+    config = load_config(settings)
     loaded = load_model(str(saved(name)[0]), config)
     with Engine(dataclasses.replace(loaded, num_blocks=8), config) as engine:
         if name not in WITH_PROCESSOR:
@@ -332,7 +333,7 @@ def test_messages_without_images_are_rendered_by_the_same_template(load):
 
 def test_the_table_gives_image_text_models_their_lane(saved):
     config = json.loads((saved("llava")[0] / "config.json").read_text())
-    assert pick_lane(config, None).id == GENERIC_MULTIMODAL
+    assert pick_lane(config | {"model_type": "llava_next"}, None).id == GENERIC_MULTIMODAL
     assert pick_lane(config, GENERIC_MULTIMODAL).reason.endswith("asked for by --lane")
     with pytest.raises(UnknownLane, match="no causal language model"):
         pick_lane(config, GENERIC_TEXT)
@@ -344,7 +345,7 @@ def test_the_table_gives_image_text_models_their_lane(saved):
 
 def test_a_plan_counts_the_tower_the_features_and_the_encoder(saved):
     folder, model = saved("llava")
-    planned = plan(str(folder), prompt_tokens=500, memory="4GiB", dtype="float32")
+    planned = plan(str(folder), prompt_tokens=500, memory="4GiB", dtype="float32", lane=GENERIC_MULTIMODAL)
     assert planned.lane.id == GENERIC_MULTIMODAL
     assert planned.prompt.weight_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert 0 < planned.prompt.media_bytes < 2**30
@@ -356,7 +357,8 @@ def test_a_plan_counts_the_tower_the_features_and_the_encoder(saved):
 
 def test_the_check_of_the_first_load_is_kept_and_says_what_it_measured(load, saved):
     assert "text and a picture in chunks differ by at most" in load("gemma3").lane.reason
-    planned = plan(str(saved("gemma3")[0]), prompt_tokens=50, memory="4GiB", dtype="float32")
+    folder = str(saved("gemma3")[0])
+    planned = plan(folder, prompt_tokens=50, memory="4GiB", dtype="float32", lane=GENERIC_MULTIMODAL)
     assert "text and a picture in chunks differ by at most" in planned.lane.reason
 
 
@@ -450,7 +452,8 @@ def test_an_image_that_the_encoder_has_no_memory_for_is_refused(load):
 
 def test_a_folder_without_a_processor_reads_text_and_says_why_not_images(saved):
     folder, _ = saved("qwen2.5-vl")
-    with Engine.load(str(folder), dtype="float32", memory="4GiB", threads=1) as engine:
+    settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "lane": GENERIC_MULTIMODAL}
+    with Engine.load(str(folder), **settings) as engine:
         assert len(engine.generate("w1 w2 w3", max_tokens=2, ignore_eos=True).token_ids) == 2
         with pytest.raises(InvalidMedia, match=r"2 image\(s\) given, and they cannot be read: .* gives no processor"):
             answer(engine)
@@ -487,7 +490,7 @@ def test_run_takes_images_between_files_and_the_text(saved, tmp_path):
     images = ["--image", tmp_path / "one.png", "--image", tmp_path / "two.png"]
     done = penstock(
         *["run", folder, *images, "-p", "w1 w2", "-f", tmp_path / "notes.txt", "--json", "--chunk-size", 7],
-        *["--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"],
+        *["--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB", "--lane", GENERIC_MULTIMODAL],
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from float64_reference import float64_logits
 from logit_recorder import LogitRecorder
 from tiny_models import RECURRENT, prompt, reference_logits
 
@@ -69,12 +70,29 @@ def test_odd_chunk_sizes_and_lengths_equal_transformers(name, tiny, load):
 def test_every_chunk_size_equals_the_whole_prompt_up_to_2600_tokens(name, length, tiny, load):
     tokens = prompt(length, seed=length)
     whole, output = read(load(name, chunk_size=0, context=4096), tokens, max_tokens=32)
-    reference = reference_logits(tiny(name)[1], [*tokens, *output.token_ids][:-1])[length - 1 :]
-    assert (whole - reference).abs().max() <= TOLERANCE
+    truth = float64_logits(tiny(name)[1], [*tokens, *output.token_ids][:-1])[length - 1 :]
+    assert (whole - truth).abs().max() <= TOLERANCE
+    assert output.token_ids == tuple(truth.argmax(-1).tolist())
     for chunk_size in (1, 2, 3, 5, 7, 8, 63, 64, 65, 511, 512):
         logits, chunked = read(load(name, chunk_size=chunk_size, context=4096), tokens, max_tokens=32)
+        assert (logits - truth).abs().max() <= TOLERANCE, f"chunk size {chunk_size}"
         assert (logits - whole).abs().max() <= TOLERANCE, f"chunk size {chunk_size}"
         assert chunked.token_ids == output.token_ids, f"chunk size {chunk_size}"
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_our_rounding_is_no_worse_than_that_of_transformers(name, tiny, load):
+    """Both against float64, over several prompts: a part of ours that lost digits would show here first."""
+    model = tiny(name)[1]
+    ours, theirs = [], []
+    for length in (33, 64, 65, 66, 129, 257):
+        tokens = prompt(length, seed=length)
+        logits, output = read(load(name, chunk_size=0), tokens, max_tokens=32)
+        every = [*tokens, *output.token_ids][:-1]
+        truth = float64_logits(model, every)[length - 1 :]
+        ours.append((logits - truth).square().mean())
+        theirs.append((reference_logits(model, every)[length - 1 :] - truth).square().mean())
+    assert float(torch.stack(ours).mean().sqrt()) <= 1.25 * float(torch.stack(theirs).mean().sqrt())
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -11,11 +11,12 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
 
-from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.backend import AttentionRule, ForwardInputs, MediaInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.attention.cuda import CudaAttention, DecodeAttention, num_splits
 from penstock.attention.flashinfer import FlashInferReader
 from penstock.cache.storage import KvStorage
+from penstock.request import Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
@@ -61,7 +62,7 @@ class Step:
     def slots(self, index, first, last):
         return [self.tables[index][p // self.block] * self.block + p % self.block for p in range(first, last)]
 
-    def inputs(self):
+    def inputs(self, spans=()):
         starts = [0]
         for start, end in self.chunks:
             starts.append(starts[-1] + end - start)
@@ -74,9 +75,10 @@ class Step:
             rotary_variants=("default",) * len(self.chunks),
             sequence_ids=tuple(range(len(self.chunks))),
             logit_rows=torch.zeros(0, dtype=torch.long),
+            media=MediaInputs(rows_N=torch.zeros(0), features_ND=torch.zeros(0), spans=spans) if spans else None,
         )
 
-    def attended(self, rule, num_processors=None, sinks=None, reader=None):
+    def attended(self, rule, num_processors=None, sinks=None, spans=(), reader=None):
         storage = self.storage()
         for index, (_, end) in enumerate(self.chunks):
             slots = self.slots(index, 0, end)
@@ -86,14 +88,12 @@ class Step:
         attention._num_processors = num_processors or attention._num_processors
         if reader is not None:
             attention.reader = reader(storage, self.block, num_heads=self.num_heads)
-        attention.begin_step(self.inputs())
+        attention.begin_step(self.inputs(spans))
         return attention.attend(0, torch.cat(self.q).to(DEVICE), rule, sinks).cpu().float()
 
-    def expected(self, rule, sinks=None):
-        found = [
-            dense(q, k, v, c[0], rule, sinks) for q, k, v, c in zip(self.q, self.k, self.v, self.chunks, strict=True)
-        ]
-        return torch.cat(found)
+    def expected(self, rule, sinks=None, spans=()):
+        parts = zip(self.q, self.k, self.v, self.chunks, spans or [()] * len(self.q), strict=True)
+        return torch.cat([dense(q, k, v, chunk[0], rule, sinks, span) for q, k, v, chunk, span in parts])
 
 
 @pytest.mark.parametrize("num_processors", [1, 132], ids=["whole", "split"])
@@ -110,6 +110,15 @@ def test_sinks_take_their_share(name, num_processors):
     step, sinks = Step(CHUNKS), torch.tensor([0.0, 3.0, -2.0, 9.0])
     found = step.attended(RULES[name], num_processors, sinks.to(DEVICE))
     assert (found - step.expected(RULES[name], sinks)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name", ["causal", "window 5", "window 40"])
+def test_images_see_themselves(name):
+    """Of four chunks: two images, none, one that began in an earlier chunk, and one as long as its chunk."""
+    step = Step([(0, 60), (99, 100), (40, 70), (16, 48)])
+    spans = ((Span(start=3, end=20), Span(start=30, end=59)), (), (Span(start=33, end=50),), (Span(start=16, end=48),))
+    found = step.attended(RULES[name], spans=spans)
+    assert (found - step.expected(RULES[name], spans=spans)).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What attention is given: the packed tensors of one step, and the rule of each layer."""
 
-# T tokens of the step, C chunks, H heads, K key-value heads, D head size, R half of the rotated dimensions
+# T tokens of the step, C chunks, H heads, K key-value heads, D head size, R half of the rotated dimensions,
+# N rows of media, L deepstack layers, A position axes
 
 from __future__ import annotations
 
@@ -9,6 +10,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from penstock.request import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaInputs:
+    """What a step that reads images has besides ids: features in place of some rows, and what those may see."""
+
+    rows_N: torch.Tensor  # of the step, that features replace
+    features_ND: torch.Tensor
+    deepstack_LND: tuple[torch.Tensor, ...] = ()  # added to the same rows after each of the first layers
+    positions_AT: torch.Tensor | None = None  # None: one axis, as in the step's own positions
+    spans: tuple[tuple[Span, ...], ...] = ()  # by chunk: positions that see themselves, in both directions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +41,7 @@ class ForwardInputs:
     state_loads: tuple[tuple[int | None, int], ...] = ()  # (from, to) before the step; from None: zeros
     state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
+    media: MediaInputs | None = None  # None: tokens only
 
     @property
     def num_chunks(self) -> int:
@@ -97,7 +112,7 @@ class AttentionBackend(Protocol):
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, H, D]: every token over the tokens of its own sequence up to itself.
+        """[T, H, D]: every token over the tokens of its own sequence up to itself, and over all of its own span.
 
         A sink is a float32 logit per head: it takes its share of the softmax and adds nothing.
         """

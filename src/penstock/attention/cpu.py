@@ -15,6 +15,7 @@ import torch
 
 from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
 from penstock.cache.storage import KvStorage
+from penstock.request import Span
 
 QUERY_ROWS = 512
 KEY_ROWS = 1024  # only where scores are materialised
@@ -112,12 +113,18 @@ class CpuAttention:
     ) -> torch.Tensor:
         out_THD = torch.empty_like(q_THD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
-        for row, start, end, runs in self._chunks():
+        for index, (row, start, end, runs) in enumerate(self._chunks()):
+            spans = self._spans(index)
             for tile in range(start, end, QUERY_ROWS):
                 tile_end = min(tile + QUERY_ROWS, end)
                 rows = slice(row + tile - start, row + tile_end - start)
-                out_THD[rows] = _attend_tile(q_THD[rows], keys, values, runs, tile, tile_end, rule, sinks_H)
+                out_THD[rows] = _attend_tile(q_THD[rows], keys, values, runs, tile, tile_end, rule, sinks_H, spans)
         return out_THD
+
+    def _spans(self, chunk: int) -> tuple[Span, ...]:
+        assert self._inputs is not None, "begin_step comes first"
+        media = self._inputs.media
+        return media.spans[chunk] if media is not None and media.spans else ()
 
     def _chunks(self) -> Iterator[tuple[int, int, int, tuple[Run, ...]]]:
         """(first row, first position, end position, runs) of each chunk."""
@@ -145,6 +152,7 @@ def _attend_tile(
     end: int,
     rule: AttentionRule,
     sinks_H: torch.Tensor | None,
+    spans: tuple[Span, ...] = (),
 ) -> torch.Tensor:
     """Queries at positions [start, end) over all that they see; partial results are merged by their log-sum-exp."""
     merged: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -162,10 +170,38 @@ def _attend_tile(
                 part = _by_flash(q_QHD, k_NKD, v_NKD, False, mask_QN, rule.scale)
             merged = part if merged is None else _merge(merged, part)
     assert merged is not None
+    for span in spans:
+        _merge_span(merged, q_QHD, keys_SKD, values_SKD, runs, start, end, rule, span)
     out_QHD, lse_QH1 = merged
     if sinks_H is not None:
         out_QHD = out_QHD * torch.sigmoid(lse_QH1 - sinks_H[:, None])
     return out_QHD.to(q_QHD.dtype)
+
+
+def _merge_span(
+    merged: tuple[torch.Tensor, torch.Tensor],
+    q_QHD: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    runs: tuple[Run, ...],
+    start: int,
+    end: int,
+    rule: AttentionRule,
+    span: Span,
+) -> None:
+    """Adds what a span's queries see besides: the keys of the span that come after them, window or not."""
+    first_query, last_query = max(start, span.start), min(end, span.end)
+    if first_query >= last_query:
+        return
+    assert rule.softcap is None, "no family has both spans and softcaps"
+    rows = slice(first_query - start, last_query - start)
+    out_QHD, lse_QH1 = merged
+    for low in range(first_query, span.end, KEY_ROWS):
+        for first, last, slot in _slots(runs, low, min(low + KEY_ROWS, span.end)):
+            mask_QN = _mask_after(first_query, last_query, first, last, q_QHD.dtype)
+            pages = slice(slot, slot + last - first)
+            part = _by_flash(q_QHD[rows], keys_SKD[pages], values_SKD[pages], False, mask_QN, rule.scale)
+            out_QHD[rows], lse_QH1[rows] = _merge((out_QHD[rows], lse_QH1[rows]), part)
 
 
 def _by_flash(
@@ -181,8 +217,10 @@ def _by_flash(
     num_kv_heads = k_NKD.shape[1]
     k, v = k_NKD.transpose(0, 1)[None], v_NKD.transpose(0, 1)[None]
     if num_queries == 1:
-        q = q_QHD.view(1, num_kv_heads, num_heads // num_kv_heads, head_size)
-        out, lse = _flash(q, k, v, 0.0, False, scale=scale)
+        group = num_heads // num_kv_heads
+        q = q_QHD.reshape(1, num_kv_heads, group, head_size)
+        mask = None if mask_QN is None else mask_QN.expand(group, -1)
+        out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
         return out.reshape(1, num_heads, head_size), lse.reshape(1, num_heads, 1)
     out, lse = _flash(q_QHD.transpose(0, 1)[None], k, v, 0.0, is_causal, attn_mask=mask_QN, scale=scale)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)[..., None]
@@ -232,6 +270,12 @@ def _mask(start: int, end: int, first: int, last: int, window: int | None, dtype
     is_seen_QN = keys_N <= queries_Q1
     if window is not None:
         is_seen_QN &= keys_N > queries_Q1 - window
+    return torch.zeros(is_seen_QN.shape, dtype=dtype).masked_fill_(~is_seen_QN, torch.finfo(dtype).min)
+
+
+def _mask_after(start: int, end: int, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the key comes after the query."""
+    is_seen_QN = torch.arange(first, last) > torch.arange(start, end)[:, None]
     return torch.zeros(is_seen_QN.shape, dtype=dtype).masked_fill_(~is_seen_QN, torch.finfo(dtype).min)
 
 

@@ -18,6 +18,7 @@ import triton
 from penstock.attention import triton_kernels
 from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
 from penstock.attention.flashinfer import FlashInferReader, WideChunks, is_usable
+from penstock.attention.spans import attend_spans
 from penstock.cache.storage import KvStorage
 
 LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -104,6 +105,7 @@ class CudaAttention:
         if self.device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._layout: StepLayout | None = None
+        self._inputs: ForwardInputs | None = None  # of a step with images
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
         self.reader: FlashInferReader | None = None  # None: our own kernels read wide chunks too
 
@@ -142,18 +144,21 @@ class CudaAttention:
         q_THD = torch.zeros(
             count, self.group * self.num_kv_heads, self.head_size, dtype=self.storage.keys[0].dtype, device=self.device
         )
+        rule = AttentionRule(scale=self.head_size**-0.5)
+        self.begin_step(inputs)
+        self.attend(0, q_THD, rule)  # compiles, and plans what all layers share
         times = []
         for _ in range(TIMED_RUNS):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self.begin_step(inputs)
             begin.record()
-            self.attend(0, q_THD, AttentionRule(scale=self.head_size**-0.5))
+            self.attend(0, q_THD, rule)
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
         return min(times)
 
     def begin_step(self, inputs: ForwardInputs) -> None:
+        self._inputs = None if inputs.media is None else inputs
         starts = np.array(inputs.query_starts, dtype=np.int32)
         contexts = np.array(inputs.context_lens, dtype=np.int32)
         table = self._block_table(inputs)
@@ -232,6 +237,9 @@ class CudaAttention:
         for tile_set in layout.tile_sets:
             if reader is None or tile_set.shape is not self._wide:
                 self._attend_tiles(layer, q_THD, out_THD, rule, sinks_H, layout, tile_set)
+        if self._inputs is not None:
+            pages = self.storage.keys[layer], self.storage.values[layer]
+            attend_spans(self._inputs, self.block_size, pages, q_THD, out_THD, rule)
         return out_THD
 
     def _attend_tiles(

@@ -14,8 +14,9 @@ def root_hash(model_identity: str, rotary: str) -> bytes:
     return hashlib.blake2b(f"{model_identity}\0{rotary}".encode(), digest_size=16).digest()
 
 
-def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(previous + array("I", tokens).tobytes(), digest_size=16).digest()
+def chain_hash(previous: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) -> bytes:
+    """`media`: hashes of the images that some of the tokens stand for, all of which have the same id."""
+    return hashlib.blake2b(b"".join([previous, array("I", tokens).tobytes(), *media]), digest_size=16).digest()
 
 
 class PrefixCache:

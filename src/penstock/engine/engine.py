@@ -26,7 +26,7 @@ from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import MediaPrompt
-from penstock.lanes.multimodal import PromptLimits
+from penstock.lanes.media_intake import PromptLimits
 from penstock.plan.machine import peak_resident_bytes, resident_bytes
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.prompt.source import TextPart
@@ -302,6 +302,7 @@ class Engine:
             deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
             source=source,
             atomic_spans=atomic_spans,
+            media_keys=() if media is None else media.media_keys,
         )
         self.scheduler.submit(request)
         self._next_id += 1

@@ -25,7 +25,15 @@ from penstock.engine.planning import (
 )
 from penstock.errors import InvalidSetting
 from penstock.lanes.graphs import SIZES, DecodeGraphs
-from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, pick_lane
+from penstock.lanes.lane import (
+    GENERIC_MULTIMODAL,
+    GENERIC_TEXT,
+    NATIVE_MULTIMODAL,
+    SEQ2SEQ_SOURCE,
+    Lane,
+    LaneFacts,
+    pick_lane,
+)
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
@@ -34,7 +42,7 @@ from penstock.models.files import ModelFiles, resolve
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.gguf import read_gguf
 from penstock.models.spec import DecoderSpec, decoder_spec
-from penstock.models.weights import open_weights
+from penstock.models.weights import WeightSource, open_weights
 from penstock.plan.machine import default_memory_budget, num_physical_cores, resident_bytes
 from penstock.plan.memory import MemoryModel
 from penstock.prompt.load import TokenizerParts, tokenizer_from_folder, tokenizer_from_gguf
@@ -79,6 +87,10 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         from penstock.engine.seq2seq_loading import load_seq2seq
 
         return load_seq2seq(files, facts, config, device)
+    if facts.id == NATIVE_MULTIMODAL:
+        from penstock.engine.native_media_loading import load_native_multimodal
+
+        return load_native_multimodal(files, facts, config, device)
     if facts.id == GENERIC_MULTIMODAL:
         from penstock.engine.multimodal_loading import load_multimodal
 
@@ -98,25 +110,14 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
     num_blocks = -(-num_tokens // config.block_size)
-    torch_dtype = getattr(torch, dtype)
-    decoder = Decoder(spec, dtype=torch_dtype, device=device)
-    decoder.load(open_weights(files))
-    storage = KvStorage(
-        num_layers=spec.num_attention_layers,
-        num_slots=num_blocks * config.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=torch_dtype,
-        device=device,
+    lane = native_lane(
+        spec, open_weights(files), memory, facts, config, num_blocks=num_blocks, dtype=dtype, device=device
     )
-    attention = attention_backend(storage, config.block_size, spec.num_heads)
-    graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
-    states = state_storage(spec, memory, torch_dtype, device)
     return LoadedModel(
         name=name,
         identity=f"{files.identity}:{dtype}",
         spec=spec,
-        lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states),
+        lane=lane,
         tokenizer=tokenizer,
         chat_template=chat_template(parts),
         eos_ids=parts.eos_ids,
@@ -128,6 +129,36 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         device=device,
         adjustments=tuple(warnings),
     )
+
+
+def native_lane(
+    spec: DecoderSpec,
+    weights: WeightSource,
+    memory: MemoryModel,
+    facts: LaneFacts,
+    config: EngineConfig,
+    *,
+    num_blocks: int,
+    dtype: str,
+    device: torch.device,
+) -> NativeTextLane:
+    """Our decoder with its weights, over as many pages as were counted."""
+    torch_dtype = getattr(torch, dtype)
+    decoder = Decoder(spec, dtype=torch_dtype, device=device)
+    decoder.load(weights)
+    storage = KvStorage(
+        num_layers=spec.num_attention_layers,
+        num_slots=num_blocks * config.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=torch_dtype,
+        device=device,
+    )
+    attention = attention_backend(storage, config.block_size, spec.num_heads)
+    max_context, _ = context_limit(config, spec.max_context)
+    graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
+    states = state_storage(spec, memory, torch_dtype, device)
+    return NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states)
 
 
 def state_storage(

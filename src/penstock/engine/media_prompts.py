@@ -1,4 +1,4 @@
-"""Prompts with images: from text, messages and pictures to what the multimodal lane reads."""
+"""Prompts with images: from text, messages and pictures to what a lane for images reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from penstock.engine.feed import TokenFeed
 from penstock.engine.prompts import Message, joined_text, parts_with_text
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.lanes.media import MediaPrompt
-from penstock.lanes.multimodal import MultimodalLane, PromptLimits
+from penstock.lanes.media_intake import PromptLimits
+from penstock.lanes.multimodal import MultimodalLane
+from penstock.lanes.native_media import NativeMultimodalLane
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.source import TextPart
 from penstock.prompt.tokens import Tokenizer
@@ -23,7 +25,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class MediaPromptReader:
     """`bos_token`: a rendered chat that begins with it is not given another."""
 
-    lane: MultimodalLane
+    lane: MultimodalLane | NativeMultimodalLane
     tokenizer: Tokenizer
     template: ChatTemplate | None
     bos_token: str | None

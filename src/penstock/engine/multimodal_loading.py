@@ -51,7 +51,7 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
     spec = generic_spec(model_config.to_dict())
     dtype = choose_dtype(config.dtype, files.config, device.type)
     parts = load_tokenizer(files)
-    processor, why_no_images = _processor(files)
+    processor, why_no_images = media_processor(files)
     gpu = gpu_memory(device)
     return_freed_memory()
     runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
@@ -88,7 +88,7 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
     num_states = num_own_states(lane.shape, config, budget - runtime_bytes - lane.shape.weight_bytes)
     memory = dataclasses.replace(memory, shape=lane.shape, num_running_states=num_states)
     num_tokens = require_room(memory, config, budget, device.type)
-    tokenizer, template = Tokenizer(parts.backend), _template(processor, parts)
+    tokenizer, template = Tokenizer(parts.backend), media_template(processor, parts)
     return LoadedModel(
         name=files.name,
         identity=f"{files.identity}:{dtype}",
@@ -110,7 +110,7 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
     )
 
 
-def _processor(files: ModelFiles) -> tuple[MediaProcessor | None, str]:
+def media_processor(files: ModelFiles) -> tuple[MediaProcessor | None, str]:
     """(None, why) where there is none: text is still read."""
     try:
         return MediaProcessor(load_processor(files)), ""
@@ -141,7 +141,7 @@ def _facts(lane: MultimodalLane, verdict: Verdict, config: EngineConfig) -> Lane
     return dataclasses.replace(facts, chunk_boundary=SPAN_BOUNDARY) if lane.media.sight == "span" else facts
 
 
-def _template(processor: MediaProcessor | None, parts: TokenizerParts) -> ChatTemplate | None:
+def media_template(processor: MediaProcessor | None, parts: TokenizerParts) -> ChatTemplate | None:
     """The processor's own knows where images go; the tokenizer's may know text only."""
     source: Any = getattr(processor.processor, "chat_template", None) if processor is not None else None
     if isinstance(source, dict):

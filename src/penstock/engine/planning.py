@@ -16,6 +16,7 @@ from penstock.lanes.lane import (
     DTYPE_BYTES,
     GENERIC_MULTIMODAL,
     GENERIC_TEXT,
+    NATIVE_MULTIMODAL,
     NATIVE_TEXT,
     SEQ2SEQ_SOURCE,
     LaneFacts,
@@ -27,6 +28,7 @@ from penstock.lanes.seq2seq_spec import seq2seq_shape, seq2seq_spec
 from penstock.lanes.verdicts import Verdict, Way, judged, load_verdict, verdict_key
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.generic_spec import GenericSpec, estimated_parameters, generic_spec, num_stored_parameters
+from penstock.models.media_spec import media_text_config, num_deepstack_layers
 from penstock.plan.machine import default_memory_budget, has_fast_bfloat16
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
@@ -191,6 +193,22 @@ def generic_memory_model(
     return dataclasses.replace(memory, media_bytes=sum(media_shares(memory, budget_bytes))) if reads_images else memory
 
 
+def native_media_memory_model(
+    files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, budget_bytes: int, device: str = "cpu"
+) -> MemoryModel:
+    """Of our decoder beside a tower. Any token may be an image's, whose feature rows are kept as long as it is."""
+    text = media_text_config(files)
+    shape = native_shape(text, dtype)
+    rows_per_token = 1 + num_deepstack_layers(files.config)
+    shape = dataclasses.replace(
+        shape,
+        num_parameters=num_stored_parameters(files) or shape.num_parameters,
+        state_bytes_per_token=rows_per_token * shape.hidden_size * DTYPE_BYTES[dtype],
+    )
+    memory = MemoryModel(shape=shape, tiling=TILINGS[device], runtime_bytes=runtime_bytes, block_size=config.block_size)
+    return dataclasses.replace(memory, media_bytes=sum(media_shares(memory, budget_bytes)))
+
+
 def media_shares(memory: MemoryModel, budget_bytes: int) -> tuple[int, int]:
     """(bytes for one call of the image encoder, bytes for features that stay for other prompts)."""
     free = max(0, budget_bytes - memory.runtime_bytes - memory.shape.weight_bytes)
@@ -250,7 +268,9 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         host_bytes += defaults.TRANSFORMERS_BYTES_ESTIMATE
     runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
-    if lane.id not in (GENERIC_TEXT, GENERIC_MULTIMODAL):
+    if lane.id == NATIVE_MULTIMODAL:
+        memory = native_media_memory_model(files, config, dtype, runtime_bytes, budget, device)
+    elif lane.id not in (GENERIC_TEXT, GENERIC_MULTIMODAL):
         memory = memory_model(files, config, dtype, runtime_bytes, budget, device)
     else:
         verdict = kept_verdict(files, lane, dtype, device)

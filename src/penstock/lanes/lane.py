@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.errors import UnknownLane, UnsupportedModel
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.layer_specs import state_bytes
+from penstock.models.media_spec import NATIVE_MEDIA, text_part
 from penstock.models.spec import FAMILIES, DecoderSpec, decoder_spec, is_supported
 from penstock.plan.memory import ModelShape
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.attention.backend import ForwardInputs
 
 NATIVE_TEXT = "optimized-native-text"
+NATIVE_MULTIMODAL = "optimized-native-multimodal"
 GENERIC_TEXT = "transformers-generic-text"
 GENERIC_MULTIMODAL = "transformers-generic-multimodal"
 SEQ2SEQ_SOURCE = "transformers-generic-seq2seq-source"
@@ -87,6 +89,24 @@ def _native_text(config: Mapping[str, Any]) -> Claim:
     return Claim(eligible=True, reason=f"{model_type} has a native decoder")
 
 
+def _native_multimodal(config: Mapping[str, Any]) -> Claim:
+    """The decoder's own config may be left to the library in part; then its type alone is known."""
+    model_type, images = config.get("model_type"), _generic_multimodal(config)
+    if not images.eligible:
+        return images
+    if model_type not in NATIVE_MEDIA:
+        return Claim(eligible=False, reason=f"the decoder of {model_type} is not native")
+    text = text_part(config)
+    named = (text or config.get("text_config") or {}).get("model_type")
+    if named is not None and named not in FAMILIES:
+        return Claim(eligible=False, reason=f"{model_type} has a decoder of type {named}, which is not native")
+    if text is not None:
+        claim = _native_text(text)
+        if not claim.eligible:
+            return claim
+    return Claim(eligible=True, reason=f"{model_type} reads text and images; its decoder is native")
+
+
 def _generic_text(config: Mapping[str, Any]) -> Claim:
     obstacle = _generic_obstacle(config)
     if obstacle is not None:
@@ -143,6 +163,7 @@ IMAGE_TEXT_ENDINGS = ("ForConditionalGeneration", "ForImageTextToText")
 # In the order of preference. A model goes to the first lane that claims it.
 LANES: Mapping[str, Callable[[Mapping[str, Any]], Claim]] = {
     NATIVE_TEXT: _native_text,
+    NATIVE_MULTIMODAL: _native_multimodal,
     GENERIC_TEXT: _generic_text,
     GENERIC_MULTIMODAL: _generic_multimodal,
     SEQ2SEQ_SOURCE: _seq2seq_source,
@@ -163,7 +184,7 @@ def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
     for lane_id, claims in LANES.items():
         claim = claims(config)
         if claim.eligible:
-            is_own_kind = lane_id in (GENERIC_MULTIMODAL, SEQ2SEQ_SOURCE)
+            is_own_kind = lane_id in (NATIVE_MULTIMODAL, GENERIC_MULTIMODAL, SEQ2SEQ_SOURCE)
             return _facts(lane_id, claim.reason if is_own_kind else "; ".join([*reasons[:1], claim.reason]))
         reasons.append(claim.reason)
     architectures = ", ".join(config.get("architectures") or []) or "unnamed"

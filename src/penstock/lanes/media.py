@@ -25,6 +25,7 @@ from penstock.lanes.media_features import (
     given_features,
 )
 from penstock.plan.chunks import Span, merge_spans
+from penstock.request import MediaKey
 
 # What media are allowed to see: only what comes before, their whole span, or (with the text) the whole prompt.
 Sight = Literal["causal", "span", "prompt"]
@@ -49,8 +50,11 @@ class MediaModel:
     features: FeatureCache = field(default_factory=FeatureCache)
 
 
-def media_model(model: Any) -> MediaModel | None:
-    """None for a text model. A model with a tower that does not follow the library's conventions is refused."""
+def media_model(model: Any, sight: Sight | None = None) -> MediaModel | None:
+    """None for a text model. A model with a tower that does not follow the library's conventions is refused.
+
+    `sight`: where it is known; else it is tried on the model.
+    """
     base = next((one for one in (model.base_model, model) if hasattr(one, "get_image_features")), None)
     vision = getattr(model.config, "vision_config", None)
     if base is None or vision is None:
@@ -67,7 +71,7 @@ def media_model(model: Any) -> MediaModel | None:
         model=model,
         tower=_tower(model, base, vision),
         image_token_id=image_token_id,
-        sight=_sight(model, types),
+        sight=sight or _sight(model, types),
         type_names=types,
         language_model=language_model,
         takes_deepstack="deepstack_visual_embeds" in inspect.signature(language_model.forward).parameters,
@@ -92,6 +96,7 @@ class MediaPrompt:
         types = _token_types(media, inputs, self._is_medium_BT)
         self.atomic = _atomic_spans(media.sight, types.get(media.type_names[0]) if media.type_names else None)
         self.position_ids, self.rope_deltas = _positions(media, inputs, self.input_ids)
+        self.rope_delta = 0 if self.rope_deltas is None else int(self.rope_deltas.flatten()[0])  # of the first row
         self._types = types
         self._num_past = _num_past(inputs, self.num_tokens)
         dropped = {
@@ -135,6 +140,35 @@ class MediaPrompt:
             inputs[name] = self._cut_types(types_BT, start, end)
         self._deepstack = self._deepstack_of(is_medium_BT, rows)
         return inputs
+
+    def media_rows(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which of the tokens [start, end) are an image's, the feature row of each) of a single prompt."""
+        rows_N = self._is_medium_BT[0, start:end].nonzero()[:, 0]
+        return rows_N, self._row_BT[0, start:end][rows_N]
+
+    def axis_positions(self, start: int, end: int) -> torch.Tensor:
+        """[A, n]: of tokens [start, end), of a single prompt and of what is written after it."""
+        position_ids = self.position_ids[:, 0]
+        border = min(max(start, self.num_tokens), end)
+        after = torch.arange(border, end, device=position_ids.device) + self.rope_delta
+        return torch.cat([position_ids[:, start:border], after.expand(position_ids.shape[0], -1)], dim=1)
+
+    @property
+    def media_keys(self) -> tuple[MediaKey, ...]:
+        """Which tokens depend on which image: its own, and where images see themselves, all of their span."""
+        if self.features is None:
+            return ()
+        places = self._is_medium_BT[0].nonzero()[:, 0].tolist()
+        found: list[MediaKey] = []
+        row = 0
+        for key, num_rows in self.features.media:
+            start, end = places[row], places[row + num_rows - 1] + 1
+            around = [span for span in self.atomic if span.start < end and start < span.end]
+            start = min([start, *(span.start for span in around)])
+            end = max([end, *(span.end for span in around)])
+            found.append(MediaKey(start=start, end=end, key=key))
+            row += num_rows
+        return tuple(found)
 
     def positions_after(self, num_computed: int) -> torch.Tensor:
         """The position of the token that is written after so many: [B, 1], or [A, B, 1] with several axes."""

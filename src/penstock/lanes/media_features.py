@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Features:
 
     rows_ND: torch.Tensor
     deepstack_LND: tuple[torch.Tensor, ...] = ()
+    media: tuple[tuple[bytes, int], ...] = ()  # (key, rows) of each medium; none: they came encoded
 
     @property
     def num_rows(self) -> int:
@@ -42,6 +43,7 @@ class Features:
         return cls(
             rows_ND=torch.cat([part.rows_ND for part in parts]),
             deepstack_LND=tuple(torch.cat(layer) for layer in layers),
+            media=tuple(medium for part in parts for medium in part.media),
         )
 
 
@@ -103,8 +105,8 @@ def encode_media(
     missing = {medium.key: medium for medium in media if medium.key not in known}
     for batch in batches(tower, list(missing.values()), budget_bytes):
         for medium, features in zip(batch, _encode(tower, batch, settings), strict=True):
-            known[medium.key] = features
-            cache.put(medium.key, features)
+            known[medium.key] = replace(features, media=((medium.key, features.num_rows),))
+            cache.put(medium.key, known[medium.key])
     return Features.joined([known[medium.key] for medium in media])
 
 

@@ -32,7 +32,7 @@ class NativeTextLane:
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
-        if self.graphs is not None and self.graphs.fits(inputs):
+        if self.graphs is not None and inputs.media is None and self.graphs.fits(inputs):
             hidden_TM = self.graphs.forward(inputs)
         else:
             hidden_TM = self._forward(inputs)

@@ -72,6 +72,8 @@ class Decoder:
         if self.spec.embedding_scale is not None:
             # The factor is rounded to the model's dtype, as the reference does.
             hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
+        if inputs.media is not None:
+            hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(self.dtype)
         for index, layer in enumerate(self.layers):
             normed = _normed(layer, "input_layernorm", hidden_TM)
             if isinstance(layer.mixer, GatedDelta | Mamba):
@@ -82,6 +84,8 @@ class Decoder:
                 mixed = self._attended(layer, layer.mixer, normed, rotation, attention)
             self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM)
             self._mlp(layer, hidden_TM)
+            if inputs.media is not None and index < len(inputs.media.deepstack_LND):
+                hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
@@ -137,12 +141,14 @@ class Decoder:
             last.add_to(hidden_TM, x)
 
     def _rotation(self, rotary: Rotary, inputs: ForwardInputs) -> Rotation:
+        by_axis = None if inputs.media is None else inputs.media.positions_AT
+        positions = inputs.positions_T if by_axis is None else by_axis
         if len(set(inputs.rotary_variants)) <= 1:
             variant = inputs.rotary_variants[0] if inputs.rotary_variants else "default"
-            cos, sin = rotary.cos_sin(inputs.positions_T, variant, self.dtype)
+            cos, sin = rotary.cos_sin(positions, variant, self.dtype)
             return Rotation(cos_T1R=cos, sin_T1R=sin)
         parts = [
-            rotary.cos_sin(inputs.positions_T[first:last], variant, self.dtype)
+            rotary.cos_sin(positions[..., first:last], variant, self.dtype)
             for first, last, variant in zip(
                 inputs.query_starts, inputs.query_starts[1:], inputs.rotary_variants, strict=False
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -57,6 +58,21 @@ def _class_of(files: ModelFiles, mapping: Any, why_unknown: str) -> tuple[type, 
     classes = known if isinstance(known, tuple) else (known,)
     names = files.config.get("architectures") or []
     return next((one for one in classes if one.__name__ in names), classes[0]), config
+
+
+def load_tower(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """An image-text model without its language part, whose weights are not read: what is left encodes images."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    model = load_causal(files, model_class, config, dtype)
+    for module in model.modules():
+        for name in ("embed_tokens", "lm_head"):
+            if isinstance(getattr(module, name, None), torch.nn.Module):
+                setattr(module, name, None)
+    return model
 
 
 def load_causal(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dtype) -> Any:

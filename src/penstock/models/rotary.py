@@ -1,6 +1,6 @@
 """Rotary position encoding: inverse frequencies of each scaling, and the cosines and sines of a step's positions."""
 
-# T tokens, R half of the rotated dimensions
+# T tokens, R half of the rotated dimensions, A position axes
 
 from __future__ import annotations
 
@@ -21,13 +21,29 @@ class Rotary:
         variants = ("default", "long") if spec.original_context else ("default",)
         self._tables = {variant: _inverse_frequencies(spec, variant) for variant in variants}
         self._tables = {name: (table.to(device), scale) for name, (table, scale) in self._tables.items()}
+        self._axis_R = None if not spec.sections else _axes(spec).to(device)
 
-    def cos_sin(self, positions_T: torch.Tensor, variant: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, 1, R] each, ready to multiply a [T, H, R] half of the heads."""
+    def cos_sin(self, positions: torch.Tensor, variant: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 1, R] each, ready to multiply a [T, H, R] half of the heads. Positions are [T], or [A, T] by axis."""
         frequencies_R, scale = self._tables.get(variant, self._tables["default"])
-        angles_TR = positions_T.to(torch.float32)[:, None] * frequencies_R
+        if positions.ndim == 1:
+            angles_TR = positions.to(torch.float32)[:, None] * frequencies_R
+        else:
+            assert self._axis_R is not None, "positions have several axes, the rotary has one"
+            angles_TR = positions.to(torch.float32)[self._axis_R].T * frequencies_R
         cos_TR, sin_TR = angles_TR.cos() * scale, angles_TR.sin() * scale
         return cos_TR.to(dtype)[:, None], sin_TR.to(dtype)[:, None]
+
+
+def _axes(spec: RotarySpec) -> torch.Tensor:
+    """Which axis turns each frequency: section after section, or in turns as long as a section lasts."""
+    if not spec.is_interleaved:
+        return torch.arange(len(spec.sections)).repeat_interleave(torch.tensor(spec.sections))
+    num_axes = len(spec.sections)
+    axis_R = torch.zeros(spec.num_dims // 2, dtype=torch.long)
+    for axis in range(1, num_axes):
+        axis_R[axis : spec.sections[axis] * num_axes : num_axes] = axis
+    return axis_R
 
 
 def _inverse_frequencies(spec: RotarySpec, variant: str) -> tuple[torch.Tensor, float]:

@@ -10,6 +10,7 @@ from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.layer_specs import DeltaSpec, ExpertNames, ExpertsSpec, MambaSpec, RecurrentSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
+ROTARY_SECTIONS = {"qwen2_5_vl_text": (16, 24, 24), "qwen3_vl_text": (24, 20, 20)}  # where a config names none
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -20,6 +21,8 @@ class RotarySpec:
     num_dims: int  # of a head that are rotated
     parameters: Mapping[str, Any] = field(default_factory=dict)
     original_context: int | None = None  # longrope: past this prompt length the long factors hold
+    sections: tuple[int, ...] = ()  # frequencies of each position axis; none: one axis
+    is_interleaved: bool = False  # axes take turns instead of following each other
 
     def variant(self, prompt_tokens: int) -> str:
         """Which table a prompt of that length needs. It is fixed at admission, for prompt and answer alike."""
@@ -171,6 +174,8 @@ FAMILIES: Mapping[str, _Family] = {
     "mistral": _Family(sliding="all"),
     "qwen2": _Family(sliding="by-layer-type", traits={"qkv_bias": True}),
     "qwen3": _Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
+    "qwen2_5_vl_text": _Family(theta=1_000_000.0, sliding="by-layer-type", traits={"qkv_bias": True}),
+    "qwen3_vl_text": _Family(theta=5_000_000.0, traits={"qk_norm": "head"}),
     "smollm3": _Family(theta=2_000_000.0, tied_by_default=True, sliding="by-layer-type"),
     "phi3": _Family(sliding="all", traits={"has_fused_qkv": True, "has_fused_mlp": True}),
     "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
@@ -419,6 +424,8 @@ def _rotary(
     model_type: str, parameters: Mapping[str, Any], theta: float, config: Mapping[str, Any], head_size: int
 ) -> RotarySpec:
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    if kind == "mrope":  # an older name for several axes without a scaling
+        kind = "default"
     if model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
     if kind not in ROPE_TYPES:
@@ -435,4 +442,6 @@ def _rotary(
         num_dims=int(head_size * share),
         parameters=values,
         original_context=values["original_context"] if kind == "longrope" else None,
+        sections=tuple(int(size) for size in parameters.get("mrope_section") or ROTARY_SECTIONS.get(model_type, ())),
+        is_interleaved=bool(parameters.get("mrope_interleaved", model_type == "qwen3_vl_text")),
     )

@@ -146,8 +146,9 @@ class Holdings:
         hashes, block_size = sequence.block_hashes, self.block_size
         while len(hashes) <= index:
             previous = hashes[-1] if hashes else root_hash(self.model_identity, sequence.request.rotary)
-            start = len(hashes) * block_size
-            hashes.append(chain_hash(previous, sequence.tokens[start : start + block_size]))
+            start, end = len(hashes) * block_size, (len(hashes) + 1) * block_size
+            media = [one.key for one in sequence.request.media_keys if one.start < end and start < one.end]
+            hashes.append(chain_hash(previous, sequence.tokens[start:end], media))
         return hashes[index]
 
     # --- recurrent state ---

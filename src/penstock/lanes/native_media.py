@@ -1,0 +1,121 @@
+"""The lane `optimized-native-multimodal`: our decoder over our pages, images encoded by the tower of transformers."""
+
+# T tokens of the step, N rows of media, A position axes
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from penstock.attention.backend import ForwardInputs, MediaInputs
+from penstock.lanes.lane import LaneFacts
+from penstock.lanes.media import MediaModel, MediaPrompt
+from penstock.lanes.media_intake import MediaIntake
+from penstock.lanes.media_processor import MediaProcessor
+from penstock.lanes.native import NativeTextLane
+from penstock.plan.memory import ModelShape
+from penstock.request import Span
+
+
+class NativeMultimodalLane(MediaIntake):
+    """`media.model` is the tower alone: what it calls its language model has no layers."""
+
+    def __init__(
+        self,
+        media: MediaModel,
+        decoding: NativeTextLane,
+        *,
+        processor: MediaProcessor | None,
+        why_no_images: str = "",
+        encoder_bytes: int,
+    ) -> None:
+        super().__init__(media, processor=processor, why_no_images=why_no_images, encoder_bytes=encoder_bytes)
+        self.decoding = decoding
+        self.facts: LaneFacts = decoding.facts
+        self.shape: ModelShape = decoding.shape
+        self._prompts: dict[int, MediaPrompt] = {}
+
+    def expect(self, sequence_id: int, prompt: MediaPrompt) -> None:
+        self._prompts[sequence_id] = prompt
+
+    def release(self, sequence_id: int) -> None:
+        self._prompts.pop(sequence_id, None)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._prompts)
+
+    @torch.inference_mode()
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Float32 logits of the wanted rows, in the order of the step."""
+        return self.decoding.run(self._with_media(inputs))
+
+    def _with_media(self, inputs: ForwardInputs) -> ForwardInputs:
+        """The step with what its prompts hold beside tokens: features, positions of several axes, spans."""
+        inputs = self._with_written_positions(inputs)
+        media = MediaInputs(
+            rows_N=inputs.ids_T[:0],
+            features_ND=torch.empty(0, self.shape.hidden_size, device=inputs.ids_T.device),
+            positions_AT=self._axis_positions(inputs),
+            spans=self._spans(inputs),
+        )
+        parts = list(self._features(inputs))
+        if parts:
+            rows_N = torch.cat([rows for rows, _, _ in parts])
+            layers = zip(*(deepstack for _, _, deepstack in parts), strict=True)
+            media = dataclasses.replace(
+                media,
+                rows_N=rows_N,
+                features_ND=torch.cat([features for _, features, _ in parts]),
+                deepstack_LND=tuple(torch.cat(layer) for layer in layers),
+            )
+            # Placeholders may lie outside the vocabulary; any token does, because features replace it.
+            inputs = dataclasses.replace(inputs, ids_T=inputs.ids_T.index_fill(0, rows_N, 0))
+        if not parts and not media.spans and media.positions_AT is None:
+            return inputs
+        return dataclasses.replace(inputs, media=media)
+
+    def _chunks(self, inputs: ForwardInputs) -> Iterator[tuple[MediaPrompt, int, int, int]]:
+        """(prompt, first row, first position, end position) of each chunk."""
+        for index, (sequence_id, end) in enumerate(zip(inputs.sequence_ids, inputs.context_lens, strict=True)):
+            row = inputs.query_starts[index]
+            num_rows = inputs.query_starts[index + 1] - row
+            yield self._prompts[sequence_id], row, end - num_rows, end
+
+    def _features(self, inputs: ForwardInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]:
+        """(rows of the step, their features, what the first layers add) of each chunk that holds images."""
+        for prompt, row, start, end in self._chunks(inputs):
+            if prompt.features is None or start >= prompt.num_tokens:
+                continue
+            rows_N, feature_rows = prompt.media_rows(start, end)
+            if len(rows_N):
+                deepstack = tuple(layer[feature_rows] for layer in prompt.features.deepstack_LND)
+                yield rows_N + row, prompt.features.rows_ND[feature_rows], deepstack
+
+    def _with_written_positions(self, inputs: ForwardInputs) -> ForwardInputs:
+        """What is written after an image that took fewer positions than tokens goes on from the last position."""
+        shifts = [prompt.rope_delta for prompt, *_ in self._chunks(inputs)]
+        if not any(shifts) or not self._is_all_written(inputs):
+            return inputs
+        counts = torch.tensor(inputs.query_starts).diff()
+        shifts_T = torch.tensor(shifts).repeat_interleave(counts).to(inputs.positions_T.device)
+        return dataclasses.replace(inputs, positions_T=inputs.positions_T + shifts_T)
+
+    def _axis_positions(self, inputs: ForwardInputs) -> torch.Tensor | None:
+        """None where one position says it all: all axes agree on what is written."""
+        if self.media.rope_index is None or self._is_all_written(inputs):
+            return None
+        return torch.cat([prompt.axis_positions(start, end) for prompt, _, start, end in self._chunks(inputs)], dim=1)
+
+    def _is_all_written(self, inputs: ForwardInputs) -> bool:
+        return all(start >= prompt.num_tokens for prompt, _, start, _ in self._chunks(inputs))
+
+    def _spans(self, inputs: ForwardInputs) -> tuple[tuple[Span, ...], ...]:
+        """Of each chunk; nothing at all where no chunk has any."""
+        spans = tuple(
+            tuple(span for span in prompt.atomic if span.start < end and start < span.end)
+            for prompt, _, start, end in self._chunks(inputs)
+        )
+        return spans if any(spans) else ()

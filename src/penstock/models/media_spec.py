@@ -1,0 +1,66 @@
+"""Image-text models whose decoder runs natively: which they are, and the config of their text part. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from penstock.models.files import ModelFiles
+from penstock.models.spec import DecoderSpec, decoder_spec
+
+# What images see: only what comes before, or all of their own span.
+NATIVE_MEDIA: Mapping[str, Literal["causal", "span"]] = {
+    "llava": "causal",
+    "llava_onevision": "causal",
+    "smolvlm": "causal",
+    "idefics3": "causal",
+    "mistral3": "causal",
+    "internvl": "causal",
+    "gemma3": "span",
+    "qwen2_5_vl": "causal",
+    "qwen3_vl": "causal",
+}
+# What a text part must say itself; where one is missing, the library's defaults hold and it is asked.
+REQUIRED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The decoder's config as the file says it; None where the file leaves values to the library."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or any(text.get(name) is None for name in REQUIRED):
+        return None
+    if str(text["model_type"]).startswith("gemma3") and "head_dim" not in text:
+        return None
+    tied = config.get("tie_word_embeddings")
+    return {**text, **({} if tied is None else {"tie_word_embeddings": tied})}
+
+
+def media_text_config(files: ModelFiles) -> dict[str, Any]:
+    text = text_part(files.config)
+    if text is None:
+        from penstock.models.pretrained import image_text_class
+
+        text = text_part(image_text_class(files)[1].to_dict())
+        assert text is not None, "the library's config is whole"
+    return text
+
+
+def media_decoder_spec(files: ModelFiles) -> DecoderSpec:
+    return decoder_spec(media_text_config(files))
+
+
+def num_deepstack_layers(config: Mapping[str, Any]) -> int:
+    """Decoder layers that add features of their own to an image's rows."""
+    vision = config.get("vision_config")
+    return len(vision.get("deepstack_visual_indexes") or ()) if isinstance(vision, Mapping) else 0
