@@ -20,6 +20,7 @@ import torch
 
 from penstock.cache.storage import KvStorage
 from penstock.config import EngineConfig
+from penstock.engine.calibration import calibrate
 from penstock.engine.loading import LoadedModel, attention_backend, decode_graphs, gpu_memory
 from penstock.engine.planning import CUDA_TILING
 from penstock.lanes.lane import native_shape, pick_lane
@@ -28,7 +29,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.spec import decoder_spec
 from penstock.plan.memory import MemoryModel
 from penstock.prompt.tokens import Tokenizer
-from penstock.request import Request, SamplingParams, StepResult
+from penstock.request import Token
 
 # --- the work -----------------------------------------------------------------------------------------------
 
@@ -131,42 +132,21 @@ def fill_randomly(decoder: Decoder) -> None:
 
 
 class Bench:
-    """Runs requests greedily, without text: what an engine adds to the step itself is left out."""
+    """Requests to an engine as any caller sends them: greedy, with ids instead of text."""
 
     def __init__(self, engine: Engine) -> None:
-        self.scheduler = engine.scheduler
-        self.runner = engine._runner
-        self._next_id = 0
+        self.engine = engine
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.scheduler.has_work
 
     def submit(self, prompt: Sequence[int], num_tokens: int) -> int:
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        request = Request(id=self._next_id, prompt=tuple(prompt), sampling=sampling, arrived_at=time.perf_counter())
-        self.scheduler.submit(request)
-        self._next_id += 1
-        return request.id
+        return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True)
 
-    def step(self) -> dict[int, int]:
-        """One step; the token of each sequence that has one."""
-        plan = self.scheduler.next_step()
-        assert plan is not None
-        sequences = self.scheduler.sequences
-        started_at = time.perf_counter()
-        tokens = self.runner.run(plan, sequences).greedy_tokens()
-        finished = {
-            sequence_id: "length"
-            for sequence_id in tokens
-            if sequences[sequence_id].num_generated + 1 >= sequences[sequence_id].request.sampling.max_tokens
-        }
-        self.scheduler.apply(
-            StepResult(
-                step=plan.step,
-                token_by_sequence=tokens,
-                finished=finished,
-                elapsed_s=time.perf_counter() - started_at,
-                peak_bytes=0,
-            )
-        )
-        return tokens
+    def step(self) -> list[int]:
+        """One step; the requests that received a token."""
+        return [event.request_id for event in self.engine.step() if isinstance(event, Token)]
 
     def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> float:
         """From submission to the last token of all."""
@@ -174,7 +154,7 @@ class Bench:
         started_at = time.perf_counter()
         for prompt, count in zip(prompts, num_tokens, strict=True):
             self.submit(prompt, count)
-        while self.scheduler.has_work:
+        while self.has_work:
             self.step()
         torch.cuda.synchronize()
         return time.perf_counter() - started_at
@@ -182,7 +162,7 @@ class Bench:
 
 def warm_up(bench: Bench) -> None:
     """Compiles the kernels and records the decodes, as an engine that serves would before its first request."""
-    lane = bench.runner.lane
+    lane = bench.engine.model.lane
     if isinstance(lane, NativeTextLane) and lane.graphs is not None:
         lane.graphs.record_all()
     for _ in range(2):
@@ -231,7 +211,7 @@ def long_beside_decodes(bench: Bench) -> dict[str, object]:
     arrived_at = 0.0
     ttft: float | None = None
     num_steps = 0
-    while bench.scheduler.has_work:
+    while bench.has_work:
         tokens = bench.step()
         now = time.perf_counter()
         num_steps += 1
@@ -258,6 +238,42 @@ def long_beside_decodes(bench: Bench) -> dict[str, object]:
     return {"mixed": mixed}
 
 
+def under_target(bench: Bench, target_ms: float) -> object:
+    """The mixed work again, with nothing named but a latency target."""
+    budget = bench.engine.scheduler.budget
+    budget.cost = budget.cost or calibrate(bench.engine)
+    budget.target_s = target_ms / 1e3
+    report("target", f"{target_ms:g} ms")
+    found = long_beside_decodes(bench)["mixed"]
+    budget.target_s = None
+    return found
+
+
+def host_times(bench: Bench) -> None:
+    """Where the host's time of one chunk goes, before the device has it all."""
+    engine = bench.engine
+    for length in (2048, 8192):
+        for _ in range(2):
+            torch.cuda.synchronize()
+            times = [time.perf_counter()]
+            engine.submit(token_ids(length, 5), max_tokens=1, ignore_eos=True)
+            times.append(time.perf_counter())
+            plan = engine.scheduler.next_step()
+            assert plan is not None
+            times.append(time.perf_counter())
+            inputs = engine._runner._inputs(plan, engine.scheduler.sequences, [length - 1])
+            times.append(time.perf_counter())
+            engine.model.lane.run(inputs)
+            times.append(time.perf_counter())
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+            engine.scheduler.fail(plan.step)
+            engine.abort(plan.chunks[0].sequence_id)
+        names = ("submit", "plan", "inputs", "launch", "wait")
+        spent = {name: f"{(b - a) * 1e3:.2f}" for name, a, b in zip(names, times, times[1:], strict=False)}
+        report(f"host ms of a chunk of {length}", spent)
+
+
 def full_queue(bench: Bench) -> dict[str, object]:
     requests = mixed_queue()
     prompts = [token_ids(length, seed) for seed, (length, _) in enumerate(requests)]
@@ -278,7 +294,7 @@ def profile(bench: Bench, name: str, prompts: Sequence[Sequence[int]], num_warm:
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(num_steps):
             bench.step()
-    while bench.scheduler.has_work:
+    while bench.has_work:
         bench.step()
     rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
     report(f"profile of {name}", f"us per step, {num_steps} steps")
@@ -309,6 +325,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8192, help="prompt tokens of one step")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--memory-share", type=float, default=0.85)
+    parser.add_argument("--targets", type=float, nargs="*", help="also the mixed work under these targets, in ms")
     parser.add_argument("--eager", action="store_true", help="launch decodes kernel by kernel")
     parser.add_argument("--profile", action="store_true", help="also show where the time of a step goes")
     arguments = parser.parse_args()
@@ -329,7 +346,10 @@ def main() -> None:
     results: dict[str, object] = {}
     for part in arguments.parts:
         results |= PARTS[part](bench)
+    for target in arguments.targets or ():
+        results[f"mixed_at_{target:g}_ms"] = under_target(bench, target)
     if arguments.profile:
+        host_times(bench)
         profile(bench, "a chunk of 8192", [token_ids(8192, 0)], 0, 1)
         profile(bench, "the last chunk of 32768", [token_ids(32768, 0)], 3, 1)
         for size, context in BATCHES[0], BATCHES[2]:

@@ -11,11 +11,12 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
 
-from penstock.attention.backend import AttentionRule, ForwardInputs, MediaInputs, Rotation
+from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, MediaInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.attention.cuda import CudaAttention, DecodeAttention, num_splits
 from penstock.attention.flashinfer import FlashInferReader
 from penstock.cache.storage import KvStorage
+from penstock.models.layers import RmsNorm
 from penstock.request import Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -176,7 +177,8 @@ def test_static_buffers_give_what_fresh_ones_give_and_padding_is_left_alone():
 
 
 @pytest.mark.parametrize("num_half", [0, 8, 20, 40])
-def test_keys_are_rotated_into_the_pages_as_on_the_cpu(num_half):
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+def test_keys_are_rotated_into_the_pages_as_on_the_cpu(num_half, is_normed):
     step = Step([(0, 20), (33, 34), (40, 40), (100, 117)], heads=6, kv_heads=3, size=80)
     num_tokens = sum(map(len, step.q))
     generator = torch.Generator().manual_seed(5)
@@ -192,11 +194,17 @@ def test_keys_are_rotated_into_the_pages_as_on_the_cpu(num_half):
         options = {"num_heads": 6} if backend is CudaAttention else {}
         attention = backend(storage, BLOCK, **options)
         attention.begin_step(step.inputs())
-        rotated.append(attention.store(0, *parts, rotation).cpu())
+        norms = HeadNorms(q=norm(80, 1, device), k=norm(80, 2, device)) if is_normed else None
+        rotated.append(attention.store(0, *parts, rotation, norms).cpu())
         pages.append(torch.stack([storage.keys[0], storage.values[0]]).cpu())
     assert (rotated[0] - rotated[1]).abs().max() < 1e-5
     assert torch.equal(pages[0].isnan(), pages[1].isnan()), "the same slots are written"
     assert (pages[0] - pages[1]).nan_to_num().abs().max() < 1e-5
+
+
+def norm(size, seed, device):
+    weight = torch.rand(size, generator=torch.Generator().manual_seed(seed)) + 0.5
+    return RmsNorm(weight=weight.to(device), eps=1e-5)
 
 
 def test_splits_share_the_work_and_stay_few():

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
 
-from penstock.models import layers, triton_layers
+from penstock.models import layers, triton_layers, triton_products
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,3 +33,34 @@ def test_gated_activations(kind, shape):
     gate_up = torch.randn(shape) * 8
     expected = layers.gated_activation(gate_up.clone(), kind)
     assert torch.allclose(triton_layers.gated_activation(gate_up.to(DEVICE), kind).cpu(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 512), (192, 1536), (4160, 1024), (64, 2048)])
+def test_products_of_few_rows(num_rows, num_out, num_in):
+    torch.manual_seed(0)
+    # Half precision is not simulated faithfully everywhere; whole numbers are exact in any.
+    wide = torch.randint(-3, 4, (num_rows, 2, num_in)).to(torch.float16)
+    x, weight = wide[:, 1], torch.randint(-3, 4, (num_out, num_in)).to(torch.float16)
+    residual = torch.randint(-50, 50, (num_rows, num_out)).to(torch.float16)
+    exact = x.float() @ weight.float().t()
+    assert triton_products.is_skinny(wide.to(DEVICE)[:, 1], weight.to(DEVICE))
+    found = triton_products.product(wide.to(DEVICE)[:, 1], weight.to(DEVICE)).cpu()
+    assert torch.equal(found, exact.half())
+    out = residual.clone().to(DEVICE)
+    triton_products.add_product(out, wide.to(DEVICE)[:, 1], weight.to(DEVICE))
+    assert torch.equal(out.cpu(), (residual.float() + exact).half())
+
+
+def test_wide_or_odd_or_exact_products_are_left_to_the_library():
+    def is_skinny(num_rows, num_out, num_in, dtype=torch.float16):
+        return triton_products.is_skinny(
+            torch.zeros(num_rows, num_in, dtype=dtype), torch.zeros(num_out, num_in, dtype=dtype)
+        )
+
+    assert is_skinny(16, 64, 512)
+    assert not is_skinny(17, 64, 512)
+    assert not is_skinny(0, 64, 512)
+    assert not is_skinny(4, 65, 512)
+    assert not is_skinny(4, 64, 576)
+    assert not is_skinny(4, 64, 512, torch.float32)

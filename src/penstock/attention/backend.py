@@ -91,6 +91,26 @@ class Rotation:
             out[..., 2 * num_half :] = x_THD[..., 2 * num_half :]
 
 
+class HeadNorm(Protocol):
+    """A norm over each head."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """Of queries and keys, before they are rotated."""
+
+    q: HeadNorm
+    k: HeadNorm
+
+
 class AttentionBackend(Protocol):
     name: str
 
@@ -105,8 +125,9 @@ class AttentionBackend(Protocol):
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         rotation: Rotation | None,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """Rotates queries and keys; keys and values go straight to the pages, the queries are returned."""
+        """Norms and rotates queries and keys; keys and values go to the pages, the queries are returned."""
         ...
 
     def attend(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
 from penstock.cache.storage import KvStorage
 from penstock.request import Span
 
@@ -91,7 +91,10 @@ class CpuAttention:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         rotation: Rotation | None,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
+        if norms is not None:
+            q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
             for first, last, slot in _slots(runs, start, end):

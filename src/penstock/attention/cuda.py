@@ -16,7 +16,7 @@ import torch
 import triton
 
 from penstock.attention import triton_kernels
-from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
 from penstock.attention.flashinfer import FlashInferReader, WideChunks, is_usable
 from penstock.attention.spans import attend_spans
 from penstock.cache.storage import KvStorage
@@ -195,10 +195,13 @@ class CudaAttention:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         rotation: Rotation | None,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         layout = self._current_layout()
         rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_half = 0 if rotation is None else rotation.cos_T1R.shape[-1]
+        if norms is not None and 2 * num_half != self.head_size:  # the kernel norms what it rotates
+            q_THD, k_TKD, norms = norms.q(q_THD), norms.k(k_TKD), None
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         if len(q_THD):
             _kernels.rotate_and_store[(len(q_THD),)](
@@ -207,6 +210,9 @@ class CudaAttention:
                 v_TKD,
                 q_THD if rotation is None else rotation.cos_T1R,
                 q_THD if rotation is None else rotation.sin_T1R,
+                q_THD if norms is None else norms.q.weight,
+                q_THD if norms is None else norms.k.weight,
+                0.0 if norms is None else norms.q.eps,
                 layout.slots_T,
                 rotated_THD,
                 keys,
@@ -223,6 +229,7 @@ class CudaAttention:
                 PADDED_SIZE=self._padded_size,
                 HALF=num_half,
                 PADDED_HALF=_power_of_two(max(1, num_half)),
+                HAS_NORMS=norms is not None,
             )
         return rotated_THD
 

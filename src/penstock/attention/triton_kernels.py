@@ -229,14 +229,17 @@ def _rotate_heads(
     to_ptr,
     cos,
     sin,
+    weight_ptr,
+    eps,
     NUM_HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ) -> None:
-    """Heads [NUM_HEADS, SIZE] of one token; dimensions past the rotated ones are copied."""
+    """Heads [NUM_HEADS, SIZE] of one token; dimensions past the rotated ones are copied, and never normed."""
     heads = tl.arange(0, PADDED_HEADS)[:, None]
     if HALF > 0:
         halves = tl.arange(0, PADDED_HALF)[None, :]
@@ -244,6 +247,10 @@ def _rotate_heads(
         places = heads * SIZE + halves
         first = tl.load(from_ptr + places, mask=is_place, other=0.0).to(tl.float32)
         second = tl.load(from_ptr + places + HALF, mask=is_place, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = 1.0 / tl.sqrt_rn((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + eps)
+            first *= scale[:, None] * tl.load(weight_ptr + halves, mask=halves < HALF, other=0.0)
+            second *= scale[:, None] * tl.load(weight_ptr + HALF + halves, mask=halves < HALF, other=0.0)
         kind = to_ptr.dtype.element_ty
         tl.store(to_ptr + places, (first * cos - second * sin).to(kind), mask=is_place)
         tl.store(to_ptr + places + HALF, (second * cos + first * sin).to(kind), mask=is_place)
@@ -261,6 +268,9 @@ def rotate_and_store(
     v_ptr,
     cos_ptr,
     sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
     slots_ptr,
     rotated_ptr,
     keys_ptr,
@@ -277,8 +287,9 @@ def rotate_and_store(
     PADDED_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
 ) -> None:
-    """One program per token: queries are rotated into their own tensor, keys and values go to the token's slot."""
+    """One program per token: queries, normed and rotated, go to their own tensor, keys and values to its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
@@ -288,12 +299,12 @@ def rotate_and_store(
     sin = tl.load(sin_ptr + token * HALF + halves, mask=halves < HALF, other=0.0).to(tl.float32)
     to_rotated, to_keys = rotated_ptr + token * NUM_HEADS * SIZE, keys_ptr + slot * slot_stride
     _rotate_heads(
-        q_ptr + token * q_stride, to_rotated, cos, sin,
-        NUM_HEADS, PADDED_HEADS, SIZE, PADDED_SIZE, HALF, PADDED_HALF,
+        q_ptr + token * q_stride, to_rotated, cos, sin, q_weight_ptr, eps,
+        NUM_HEADS, PADDED_HEADS, SIZE, PADDED_SIZE, HALF, PADDED_HALF, HAS_NORMS,
     )  # fmt: skip
     _rotate_heads(
-        k_ptr + token * k_stride, to_keys, cos, sin,
-        NUM_KV_HEADS, PADDED_KV_HEADS, SIZE, PADDED_SIZE, HALF, PADDED_HALF,
+        k_ptr + token * k_stride, to_keys, cos, sin, k_weight_ptr, eps,
+        NUM_KV_HEADS, PADDED_KV_HEADS, SIZE, PADDED_SIZE, HALF, PADDED_HALF, HAS_NORMS,
     )  # fmt: skip
     heads, dims = tl.arange(0, PADDED_KV_HEADS)[:, None], tl.arange(0, PADDED_SIZE)[None, :]
     is_place = (heads < NUM_KV_HEADS) & (dims < SIZE)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, Rotation
+from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, HeadNorms, Rotation
 from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import GatedMlp, Linear, RmsNorm
+from penstock.models.layers import GatedMlp, Linear, RmsNorm, product
 from penstock.models.mamba import Mamba
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
@@ -90,7 +90,7 @@ class Decoder:
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
-        logits_LV = torch.nn.functional.linear(self.final_norm(hidden_LM), self.head_VM).float()
+        logits_LV = product(self.final_norm(hidden_LM), self.head_VM).float()
         if self.spec.logit_scale != 1.0:
             logits_LV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:
@@ -113,9 +113,10 @@ class Decoder:
         gate_THD = None
         if spec.has_output_gate:
             q_THD, gate_THD = q_THD.chunk(2, dim=-1)
+        norms = None
         if spec.qk_norm == "head":
-            q_THD, k_TKD = _normed(layer, "self_attn.q_norm", q_THD), _normed(layer, "self_attn.k_norm", k_TKD)
-        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation)
+            norms = HeadNorms(q=layer.norms["self_attn.q_norm"], k=layer.norms["self_attn.k_norm"])
+        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation, norms)
         attended_THD = attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()

@@ -23,12 +23,15 @@ class Linear:
         return cls(weight_OI=weight, bias_O=torch.empty(num_out, dtype=dtype, device=device) if bias else None)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        return product(x_TI, self.weight_OI) if self.bias_O is None else F.linear(x_TI, self.weight_OI, self.bias_O)
 
     def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
         """Adds the product in place; on a GPU within the product itself."""
         if out_TO.is_cuda and self.bias_O is None:
-            out_TO.addmm_(x_TI, self.weight_OI.t())
+            if _gpu_products().is_skinny(x_TI, self.weight_OI):
+                _gpu_products().add_product(out_TO, x_TI, self.weight_OI)
+            else:
+                out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
 
@@ -61,6 +64,12 @@ class RmsNorm:
         return (wide * scale).mul_(self.weight).to(x.dtype)
 
 
+def product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    if x_TI.is_cuda and _gpu_products().is_skinny(x_TI, weight_OI):
+        return _gpu_products().product(x_TI, weight_OI)
+    return F.linear(x_TI, weight_OI)
+
+
 def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """act(gate) * up, of the two halves of one product."""
     if gate_up_TF.is_cuda:
@@ -77,3 +86,10 @@ def _on_gpu() -> Any:
     from penstock.models import triton_layers
 
     return triton_layers
+
+
+@cache
+def _gpu_products() -> Any:
+    from penstock.models import triton_products
+
+    return triton_products
