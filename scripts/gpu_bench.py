@@ -243,9 +243,14 @@ def under_target(bench: Bench, target_ms: float) -> object:
     budget = bench.engine.scheduler.budget
     budget.cost = budget.cost or calibrate(bench.engine)
     budget.target_s = target_ms / 1e3
-    report("target", f"{target_ms:g} ms")
+    report("target", f"{target_ms:g} ms, cost {[f'{value:.2e}' for value in budget.cost.coefficients]}")
+    sizes: list[int] = []
+    bench.engine.on_step = lambda plan, result: sizes.append(plan.num_tokens)
     found = long_beside_decodes(bench)["mixed"]
     budget.target_s = None
+    bench.engine.on_step = None
+    report("tokens of its steps", [size for size in sizes if size > NUM_DECODERS][NUM_DECODERS // 4 :: 12])
+    report("cost", [f"{value:.2e}" for value in budget.cost.coefficients])
     return found
 
 

@@ -198,6 +198,8 @@ class CudaAttention:
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         layout = self._current_layout()
+        if q_THD.stride(1) != self.head_size:  # beside the gates of its heads
+            q_THD = q_THD.contiguous()
         rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_half = 0 if rotation is None else rotation.cos_T1R.shape[-1]
         if norms is not None and 2 * num_half != self.head_size:  # the kernel norms what it rotates

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 CHUNK_SIZES = (256, 32, 128, 64)
 PROMPT_TOKENS = 1024
+# On a GPU, steps smaller than this all take the time of their launches, and teach nothing of larger ones.
+GPU_SCALE = 16
 NUM_DECODES = 4
 DECODE_STEPS = 6
 
@@ -24,21 +26,23 @@ def calibrate(engine: Engine) -> StepCost:
     ceiling, watcher = scheduler.budget.ceiling, engine.on_step
     engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
     generator = random.Random(0)
-    num_tokens = min(PROMPT_TOKENS, scheduler.capacity // (2 * NUM_DECODES))
+    scale = GPU_SCALE if engine.model.device.type == "cuda" else 1
+    num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // (2 * NUM_DECODES))
 
     def tokens(length: int) -> list[int]:
         return [generator.randrange(engine.model.spec.vocab_size) for _ in range(length)]
 
     try:
-        engine.generate(tokens(min(64, num_tokens)), max_tokens=2, ignore_eos=True)  # first uses compile and cache
+        for length in {min(64, num_tokens), num_tokens if scale > 1 else 1}:  # first uses compile and cache
+            engine.generate(tokens(length), max_tokens=2, ignore_eos=True)
         observations.clear()
         engine.submit(tokens(num_tokens), max_tokens=1)
         for chunk_size in itertools.cycle(CHUNK_SIZES):
             if not scheduler.has_work:
                 break
-            scheduler.budget.ceiling = chunk_size
+            scheduler.budget.ceiling = scale * chunk_size
             engine.step()
-        scheduler.budget.ceiling = max(CHUNK_SIZES)
+        scheduler.budget.ceiling = scale * max(CHUNK_SIZES)
         lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
         engine.generate_batch([tokens(length) for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
     finally:
