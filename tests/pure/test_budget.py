@@ -137,3 +137,16 @@ def test_every_priority_bounds_how_long_each_side_waits():
     for policy in POLICIES.values():
         assert policy.decodes_beside_prompts == (policy.most_steps_without_decode == 0)
         assert policy.has_floor == (policy.most_steps_without_prefill == 0)
+
+
+@pytest.mark.parametrize("elapsed_s", [1e-9, 1e-6, 1e3])
+def test_a_clock_that_stumbles_once_does_not_spoil_what_was_learnt(elapsed_s):
+    cost = StepCost(TRUTH)
+    usual = StepLoad().with_decode(1000).with_chunk(500, 600)
+    for _ in range(50):
+        cost.observe(usual, true_seconds(usual))
+    cost.observe(usual, elapsed_s)
+    assert 0.3 * true_seconds(usual) < cost.predict(usual) < 3 * true_seconds(usual)
+    for _ in range(50):
+        cost.observe(usual, true_seconds(usual))
+    assert cost.predict(usual) == pytest.approx(true_seconds(usual), rel=0.05)

@@ -145,7 +145,6 @@ class Engine:
         runs_ahead = model.device.type == "cuda" and model.source is None and model.media is None
         self.most_in_flight = 2 if runs_ahead else 1
         self._flights: deque[_Flight] = deque()
-        self._landed_at = 0.0
         self._active: dict[int, _Active] = {}
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
         self._new_events: list[Event] = []
@@ -366,14 +365,15 @@ class Engine:
             self._flights.clear()
             self.scheduler.fail(plan.step)
             raise
-        # A step that was launched early began when the one before it ended.
-        started_at = max(flight.started_at, self._landed_at)
-        self._landed_at = time.perf_counter()
+        # What is launched early waits for the step before it; the host may learn late that a step is done.
+        landed_at = time.perf_counter()
+        elapsed_s = flight.logits.device_seconds()
+        started_at = flight.started_at if elapsed_s is None else landed_at - elapsed_s
         result = StepResult(
             step=plan.step,
             token_by_sequence={request_id: choice.token for request_id, choice in chosen.items()},
             finished={request_id: choice.finish for request_id, choice in chosen.items() if choice.finish},
-            elapsed_s=self._landed_at - started_at,
+            elapsed_s=landed_at - started_at,
             peak_bytes=peak_resident_bytes(),
         )
         self.scheduler.apply(result)

@@ -20,8 +20,15 @@ class StepLogits(Mapping[int, torch.Tensor]):
     The likeliest tokens are chosen on the device, where the next step can take them from, and copied to the host.
     """
 
-    def __init__(self, logits: torch.Tensor, rows_by_sequence: Mapping[int, slice], choosing: Sequence[int]) -> None:
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        rows_by_sequence: Mapping[int, slice],
+        choosing: Sequence[int],
+        begun: torch.cuda.Event | None,  # when the device began the step; None: the host computes it itself
+    ) -> None:
         self._logits = logits
+        self._begun = begun
         self._rows = rows_by_sequence
         self.place_by_sequence = {sequence_id: place for place, sequence_id in enumerate(choosing)}
         last_rows = [rows_by_sequence[sequence_id].stop - 1 for sequence_id in choosing]
@@ -30,10 +37,10 @@ class StepLogits(Mapping[int, torch.Tensor]):
         self.tokens_on_device = logits.argmax(-1) if len(logits) else torch.empty(0, dtype=torch.long)
         self._tokens = self.tokens_on_device
         self._is_done: torch.cuda.Event | None = None
-        if logits.is_cuda:
-            self._tokens = torch.empty(len(logits), dtype=torch.long, pin_memory=True)
+        if begun is not None:
+            self._tokens = torch.empty(len(self.tokens_on_device), dtype=torch.long, pin_memory=True)
             self._tokens.copy_(self.tokens_on_device, non_blocking=True)
-            self._is_done = torch.cuda.Event()
+            self._is_done = torch.cuda.Event(enable_timing=True)
             self._is_done.record()
 
     def __getitem__(self, sequence_id: int) -> torch.Tensor:
@@ -50,6 +57,12 @@ class StepLogits(Mapping[int, torch.Tensor]):
         if self._is_done is not None:
             self._is_done.synchronize()
         return dict(zip(self.place_by_sequence, self._tokens.tolist(), strict=True))
+
+    def device_seconds(self) -> float | None:
+        """What the device took for the step, once it is done; None where the host computed it."""
+        if self._begun is None or self._is_done is None:
+            return None
+        return self._begun.elapsed_time(self._is_done) / 1e3
 
 
 class Runner:
@@ -70,9 +83,13 @@ class Runner:
             rows_by_sequence[chunk.sequence_id] = slice(len(logit_rows), len(logit_rows) + len(wanted))
             logit_rows += wanted
             row += chunk.num_tokens
+        begun = None
+        if self.device.type == "cuda":
+            begun = torch.cuda.Event(enable_timing=True)
+            begun.record()
         logits = self.lane.run(self._inputs(plan, sequences, logit_rows))
         choosing = [chunk.sequence_id for chunk in plan.chunks if chunk.wants_logits]
-        self._last = StepLogits(logits, rows_by_sequence, choosing)
+        self._last = StepLogits(logits, rows_by_sequence, choosing, begun)
         return self._last
 
     def _inputs(self, plan: StepPlan, sequences: Mapping[int, SequenceState], logit_rows: list[int]) -> ForwardInputs:

@@ -108,6 +108,8 @@ class StepCost:
     FIRST_UNCERTAINTY, MOST_UNCERTAINTY = 10.0, 0.05
     # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
+    # A step that seems faster than this counts as this much faster than predicted: clocks have hiccups too.
+    FASTEST = 8.0
 
     def __init__(
         self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0)
@@ -138,6 +140,7 @@ class StepCost:
             return
         self._unit_s = self._unit_s or elapsed_s
         predicted = self.predict(load)
+        elapsed_s = max(elapsed_s, predicted / self.FASTEST)
         surprise = (elapsed_s - predicted) / elapsed_s
         self.relative_error += 0.05 * (min(1.0, abs(surprise)) - self.relative_error)
         if predicted > 0:
