@@ -401,14 +401,15 @@ class Engine:
     def _encode(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
         if isinstance(prompt, str):
             return self.prompts.text_tokens(prompt)
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if messages and len(messages) == len(prompt):
-            return self.prompts.message_tokens(messages)
-        tokens = [item for item in prompt if isinstance(item, int) and 0 <= item < self.model.spec.vocab_size]
+        if prompt and isinstance(prompt[0], Mapping):
+            messages = [item for item in prompt if isinstance(item, Mapping)]
+            if len(messages) == len(prompt):
+                return self.prompts.message_tokens(messages)
+        size = self.model.spec.vocab_size
+        tokens = [item for item in prompt if isinstance(item, int) and 0 <= item < size]
         if len(tokens) < len(prompt):
             wrong = next(item for item in prompt if item not in tokens)
-            limit = self.model.spec.vocab_size - 1
-            raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {limit}.")
+            raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {size - 1}.")
         return tokens
 
     def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:

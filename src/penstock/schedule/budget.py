@@ -109,7 +109,7 @@ class StepCost:
     # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
     # A step that seems faster than this counts as this much faster than predicted: clocks have hiccups too.
-    FASTEST = 8.0
+    FASTEST = 2.0
 
     def __init__(
         self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0)
