@@ -29,7 +29,10 @@ def test_every_chunk_size_equals_the_whole_prompt_and_transformers(name, tiny, l
     for chunk_size in (1, 3, 7, 16, 64, 512):
         engine = load(name, chunk_size=chunk_size)
         logits, output = read(engine)
-        assert len(output.chunks) == engine.plan(len(PROMPT)).num_chunks >= -(-len(PROMPT) // chunk_size)
+        fewest = -(-len(PROMPT) // chunk_size)
+        # Chunks of recurrent models end with blocks, where their state can be saved.
+        assert len(output.chunks) == (engine.plan(len(PROMPT)).num_chunks if name in RECURRENT else fewest)
+        assert len(output.chunks) >= fewest
         assert (logits - whole).abs().max() <= TOLERANCE, f"chunk size {chunk_size}"
         assert output.token_ids == whole_output.token_ids, f"chunk size {chunk_size}"
 

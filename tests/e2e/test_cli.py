@@ -22,16 +22,7 @@ RUN_KEYS = [
 ]
 PLAN_KEYS = [
     *["model", "lane", "prompt_tokens", "chunk_size", "num_chunks", "runtime_bytes", "weight_bytes"],
-    *[
-        "kv_bytes",
-        "state_bytes",
-        "activation_bytes",
-        "logits_bytes",
-        "media_bytes",
-        "peak_bytes",
-        "fits",
-        "adjustments",
-    ],
+    *["kv_bytes", "state_bytes", "activation_bytes", "logits_bytes", "peak_bytes", "fits", "adjustments"],
 ]
 LANE_KEYS = ["id", "eligible", "applied", "reason", "boundary", "mask_mode"]
 

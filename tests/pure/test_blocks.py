@@ -22,12 +22,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.owners.append([])
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), num_blocks=st.integers(1, 6))
-    def grow(self, data, num_blocks):
+    @rule(data=st.data(), num_blocks=st.integers(1, 6), room=st.integers(1, 30))
+    def grow(self, data, num_blocks, room):
         owner = data.draw(st.sampled_from(self.owners))
         for _ in range(num_blocks):
             available = self.pool.num_available
-            block = self.pool.allocate(after=owner[-1] if owner else None)
+            block = self.pool.allocate(after=owner[-1] if owner else None, room=room)
             assert (block is None) == (available == 0)
             if block is not None:
                 owner.append(block)
@@ -73,6 +73,19 @@ def test_a_sequence_that_grows_alone_lies_in_one_run():
         blocks.append(pool.allocate(after=blocks[-1] if blocks else None))
     assert blocks == list(range(100))
     assert pool.allocate(after=99) is None
+
+
+def test_many_that_say_how_much_they_need_leave_a_long_run_for_the_next():
+    pool = BlockPool(1000)
+    many = [[pool.allocate(after=None, room=10)] for _ in range(32)]
+    long = [pool.allocate(after=None, room=600)]
+    for number in range(1, 600):  # the long one is read while the others grow
+        long.append(pool.allocate(after=long[-1], room=600 - number))
+        for blocks in many if number % 60 == 0 else ():
+            blocks.append(pool.allocate(after=blocks[-1], room=10 - len(blocks)))
+    for blocks in (long, *many):
+        assert all(later == block + 1 for block, later in pairwise(blocks))
+    assert [len(blocks) for blocks in many] == [10] * 32
 
 
 def test_two_that_grow_together_do_not_fragment_each_other():

@@ -240,7 +240,9 @@ class CudaAttention:
     ) -> torch.Tensor:
         layout = self._current_layout()
         out_THD = torch.empty_like(q_THD)
-        reader = self.reader if layout.wide is not None and sinks_H is None else None
+        reader = None
+        if layout.wide is not None and sinks_H is None and rule.window is None and rule.softcap is None:
+            reader = self.reader  # its other kernels would be compiled in the middle of a request
         if reader is not None:
             reader.attend(layer, q_THD, out_THD, rule)
         for tile_set in layout.tile_sets:

@@ -43,11 +43,14 @@ class BlockPool:
     def holders(self, block: int) -> int:
         return self._holders.get(block, 0)
 
-    def allocate(self, *, after: int | None) -> int | None:
-        """One block, directly behind `after` where possible; None when every block is held."""
+    def allocate(self, *, after: int | None, room: int = 1) -> int | None:
+        """One block, directly behind `after` where possible; None when every block is held.
+
+        `room`: blocks that the holder may need in all from here on. A new run begins where that many are free.
+        """
         if self._num_free == 0 and not self._evict():
             return None
-        block = after + 1 if after is not None and after + 1 in self._free_end_by_start else self._run_start()
+        block = after + 1 if after is not None and after + 1 in self._free_end_by_start else self._run_start(room)
         self._take_free(block)
         self._holders[block] = 1
         if not self._touched[block]:
@@ -102,8 +105,14 @@ class BlockPool:
             num_evicted += 1
         return num_evicted > 0
 
-    def _run_start(self) -> int:
-        """The start of the longest free run, or its middle when a neighbour may still want to grow into it."""
+    def _run_start(self, room: int) -> int:
+        """So that `room` blocks fill the end of the smallest free run that has them: the longest stays whole.
+
+        Where none has, the start of the longest, or its middle when a neighbour may still want to grow into it.
+        """
+        fitting = [run for run in self._free_end_by_start.items() if run[1] - run[0] >= room]
+        if fitting and room > 1:
+            return min(fitting, key=lambda run: (run[1] - run[0], run[0]))[1] - room
         start, end = max(self._free_end_by_start.items(), key=lambda run: (run[1] - run[0], -run[0]))
         return start + (end - start) // 2 if start - 1 in self._holders else start
 

@@ -121,7 +121,6 @@ class PlanReport(_Document):
     state_bytes: int
     activation_bytes: int
     logits_bytes: int
-    media_bytes: int
     peak_bytes: int
     fits: bool
     adjustments: list[str]
@@ -139,9 +138,8 @@ class PlanReport(_Document):
             weight_bytes=prompt.weight_bytes,
             kv_bytes=prompt.kv_bytes,
             state_bytes=prompt.state_bytes,
-            activation_bytes=prompt.activation_bytes,
+            activation_bytes=prompt.activation_bytes + prompt.media_bytes,
             logits_bytes=prompt.logits_bytes,
-            media_bytes=prompt.media_bytes,
             peak_bytes=prompt.peak_bytes,
             fits=prompt.fits,
             adjustments=list(prompt.adjustments),

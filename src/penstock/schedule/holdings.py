@@ -11,6 +11,10 @@ from penstock.config import CHECKPOINT_TOKENS
 from penstock.request import Chunk, Sequence, StateUse
 
 
+# Tokens of an answer for which a run of blocks has room from the start.
+ORDINARY_ANSWER = 1024
+
+
 class Holdings:
     """Moves things between the pools and a sequence. Who gets them, and who loses them, the scheduler decides."""
 
@@ -45,11 +49,18 @@ class Holdings:
         """Takes free blocks until `num_tokens` have a place; False when none is left before that."""
         while len(sequence.block_ids) * self.block_size < num_tokens:
             after = sequence.block_ids[-1] if sequence.block_ids else None
-            block = self.pool.allocate(after=after)
+            block = self.pool.allocate(after=after, room=self._room(sequence))
             if block is None:
                 return False
             sequence.block_ids.append(block)
         return True
+
+    def _room(self, sequence: Sequence) -> int:
+        """Blocks that it may still need: of its prompt, as far as it is known, and of an answer of ordinary length."""
+        request = sequence.request
+        num_answer = min(request.sampling.max_tokens, ORDINARY_ANSWER)
+        num_tokens = request.num_slots(max(sequence.num_prompt_tokens + num_answer, len(sequence.tokens)))
+        return max(1, -(-num_tokens // self.block_size) - len(sequence.block_ids))
 
     def start_over(self, sequence: Sequence) -> None:
         """Nothing of it is computed any more, but for what the caches keep as long as nobody needs the room."""
