@@ -10,7 +10,6 @@ from penstock.cache.states import StatePool
 from penstock.config import CHECKPOINT_TOKENS
 from penstock.request import Chunk, Sequence, StateUse
 
-
 # Tokens of an answer for which a run of blocks has room from the start.
 ORDINARY_ANSWER = 1024
 
