@@ -1,7 +1,8 @@
 """Attention over pages on a CPU: contiguous runs are attended through views, tile by tile, and merged exactly.
 
 A query tile sees the tokens before it without any mask; only its own square, and the edge of a window, need one.
-No tensor here grows with the context: the largest is a tile by a tile.
+No tensor here grows with the context: the largest is a tile by a tile. In bfloat16 the C kernel does this work where it
+can run; it stands in `cpu_compiled`.
 """
 
 # T tokens of the step, Q queries of a tile, N keys of a segment, H heads, K key-value heads, D head size
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.attention.backend import AttentionRule, ForwardInputs, Rotation
+from penstock.attention.cpu_compiled import LARGEST_GROUP, make_compiled
 from penstock.cache.storage import KvStorage
 
 QUERY_ROWS = 512
@@ -75,6 +77,12 @@ class CpuAttention:
         self.block_size = block_size
         self._inputs: ForwardInputs | None = None
         self._runs: list[tuple[Run, ...]] = []
+        self._compiled = make_compiled(storage, block_size)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the C kernel attends, and not torch."""
+        return self._compiled is not None
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         self._inputs = inputs
@@ -82,6 +90,8 @@ class CpuAttention:
             contiguous_runs(blocks, self.block_size, length)
             for blocks, length in zip(inputs.block_table, inputs.context_lens, strict=True)
         ]
+        if self._compiled is not None:
+            self._compiled.begin_step(inputs)
 
     def store(
         self,
@@ -110,6 +120,8 @@ class CpuAttention:
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if self._compiled is not None and q_THD.shape[1] // self.storage.keys[layer].shape[1] <= LARGEST_GROUP:
+            return self._compiled.attend(layer, q_THD, rule, sinks_H)
         out_THD = torch.empty_like(q_THD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
