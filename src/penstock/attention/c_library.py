@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu_kernels.c")
+PACKAGE = Path(__file__).parent.parent
+SOURCES = [PACKAGE / "attention" / "cpu_kernels.c", PACKAGE / "models" / "cpu_layers.c"]
+HEADER = PACKAGE / "attention" / "cpu_vectors.h"
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
 FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"]
 COMPILE_TIMEOUT_S = 120
@@ -79,7 +81,7 @@ def _built(compiler: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
+        command = [compiler, *FLAGS, f"-I{HEADER.parent}", *map(str, SOURCES), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
         os.replace(part, path)
     return path
@@ -89,11 +91,25 @@ def _key(compiler: str) -> str:
     """Of the source, the flags and the compiler; its file stands for its version, without running it."""
     file = Path(compiler).resolve()
     facts = [str(file), str(file.stat().st_size), str(file.stat().st_mtime_ns), *FLAGS]
-    return hashlib.sha256("\0".join(facts).encode() + SOURCE.read_bytes()).hexdigest()[:32]
+    text = b"".join(source.read_bytes() for source in (HEADER, *SOURCES))
+    return hashlib.sha256("\0".join(facts).encode() + text).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CKernels:
+    library: ctypes.CDLL
+    parallel: ctypes.c_void_p  # runs a C function on torch's threads
+
+
+def c_kernels() -> CKernels | None:
+    """None where torch has to do the work."""
+    library = kernels().library
+    parallel = _torch_parallel() if library is not None else None
+    return None if library is None or parallel is None else CKernels(library=library, parallel=parallel)
 
 
 @cache
-def torch_parallel() -> ctypes.c_void_p | None:
+def _torch_parallel() -> ctypes.c_void_p | None:
     """GOMP_parallel of the OpenMP library that torch itself uses: its threads are shared, no second pool is made."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:

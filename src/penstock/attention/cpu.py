@@ -101,6 +101,8 @@ class CpuAttention:
         v_TKD: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
+        if self._compiled is not None and _are_bfloat16(q_THD, k_TKD, v_TKD, rotation):
+            return self._compiled.store(layer, q_THD, k_TKD, v_TKD, rotation)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
             for first, last, slot in _slots(runs, start, end):
@@ -120,7 +122,8 @@ class CpuAttention:
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self._compiled is not None and q_THD.shape[1] // self.storage.keys[layer].shape[1] <= LARGEST_GROUP:
+        group = q_THD.shape[1] // self.storage.keys[layer].shape[1]
+        if self._compiled is not None and q_THD.dtype == torch.bfloat16 and group <= LARGEST_GROUP:
             return self._compiled.attend(layer, q_THD, rule, sinks_H)
         out_THD = torch.empty_like(q_THD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
@@ -138,6 +141,11 @@ class CpuAttention:
         for index, end in enumerate(self._inputs.context_lens):
             num_rows = starts[index + 1] - starts[index]
             yield starts[index], end - num_rows, end, self._runs[index]
+
+
+def _are_bfloat16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None) -> bool:
+    tensors = (q, k, v) if rotation is None else (q, k, v, rotation.cos_T1R, rotation.sin_T1R)
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def _slots(runs: tuple[Run, ...], start: int, end: int) -> Iterator[tuple[int, int, int]]:

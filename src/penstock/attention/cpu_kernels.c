@@ -7,12 +7,11 @@
  *
  * D head size, H heads, K key-value heads. Pages are [slots, K, D].
  */
-#include <immintrin.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <string.h>
 
-#define LANES 16          /* floats of a register */
+#include "cpu_vectors.h"
+
 #define SUBTILE 64        /* query rows whose scores are held at once */
 #define TILE 128          /* query rows of a work item */
 #define KEYS 64           /* keys of a block */
@@ -21,12 +20,6 @@
 #define MAX_WIDTH MAX_HEAD
 #define LOWEST -1e20f     /* the maximum of a row that saw nothing yet */
 #define MASKED -1e30f     /* far below it, and finite: its weight is exactly 0 */
-#define LOG2E 1.44269504088896f
-
-#define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
-typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
 
 struct attention {
     const bf16 *queries;          /* [tokens, H, D] */
@@ -73,23 +66,10 @@ int penstock_is_supported(void)
 
 int64_t penstock_workspace_bytes(void) { return (sizeof(struct scratch) + 63) / 64 * 64; }
 
-INLINE int smaller(int a, int b) { return a < b ? a : b; }
-INLINE int larger(int a, int b) { return a > b ? a : b; }
 INLINE int padded(int head_size) { return (head_size + 31) / 32 * 32; }
 INLINE int count_of_scores(int num_keys) { return (num_keys + 7) / 8 * 8; }
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
-/* 2 to the power of x; relative error below 4e-6, exactly 0 far below. */
-INLINE __m512 exp2_ps(__m512 x)
-{
-    __m512 f = _mm512_reduce_ps(x, 1); /* x less its floor, which scalef adds again */
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0134266838f), f, _mm512_set1_ps(0.0522424728f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241280198f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693044841f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
-    return _mm512_scalef_ps(p, x);
-}
 
 INLINE float power_of_2(float x) { return _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(x))); }
 
@@ -570,4 +550,64 @@ void penstock_attend(const struct attention *a)
         if (num_tokens_of(a, chunk) == 1)
             for (int head = 0; head < a->num_heads; head++, partials += splits_of(a, chunk).count * partial_size(a))
                 merge_splits(a, chunk, head, partials);
+}
+
+struct heads {
+    const bf16 *first;
+    int64_t row_stride, head_stride;
+};
+
+struct store {
+    struct heads queries, keys, values;
+    bf16 *rotated;              /* [tokens, H, D] */
+    bf16 *key_pages, *value_pages;
+    const bf16 *cosines, *sines; /* [tokens, half], or NULL: nothing is rotated */
+    const int32_t *query_starts, *context_lens, *blocks, *block_starts;
+    parallel_t parallel;
+    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size, half, num_threads;
+};
+
+/* One head: pairs of dimensions `half` apart are turned, those past them copied. */
+INLINE void rotate(bf16 *to, const bf16 *from, const bf16 *cosines, const bf16 *sines, int half, int head_size)
+{
+    for (int dim = 0; dim < half; dim += LANES) {
+        int count = half - dim;
+        __m512 cosine = load_floats(cosines + dim, count), sine = load_floats(sines + dim, count);
+        __m512 first = load_floats(from + dim, count), second = load_floats(from + half + dim, count);
+        store_floats(to + dim, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), count);
+        store_floats(to + half + dim, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), count);
+    }
+    memcpy(to + 2 * half, from + 2 * half, sizeof(bf16) * (head_size - 2 * half));
+}
+
+static void store_rows(const void *of, int first, int end)
+{
+    const struct store *s = of;
+    int chunk = 0, size = s->head_size;
+    for (int row = first; row < end; row++) {
+        while (row >= s->query_starts[chunk + 1])
+            chunk++;
+        int position = s->context_lens[chunk] - s->query_starts[chunk + 1] + row;
+        size_t block = s->blocks[s->block_starts[chunk] + position / s->block_size];
+        size_t slot = block * s->block_size + position % s->block_size;
+        int half = s->cosines ? s->half : 0;
+        const bf16 *cosines = s->cosines + (size_t)row * half, *sines = s->sines + (size_t)row * half;
+        for (int head = 0; head < s->num_heads; head++)
+            rotate(s->rotated + ((size_t)row * s->num_heads + head) * size,
+                   s->queries.first + row * s->queries.row_stride + head * s->queries.head_stride, cosines, sines, half, size);
+        for (int head = 0; head < s->num_kv_heads; head++) {
+            size_t place = (slot * s->num_kv_heads + head) * size;
+            rotate(s->key_pages + place, s->keys.first + row * s->keys.row_stride + head * s->keys.head_stride, cosines,
+                   sines, half, size);
+            memcpy(s->value_pages + place, s->values.first + row * s->values.row_stride + head * s->values.head_stride,
+                   sizeof(bf16) * size);
+        }
+    }
+}
+
+/* Queries are rotated to a tensor of their own; keys, rotated, and values go to their pages. */
+void penstock_store(const struct store *s)
+{
+    size_t row_bytes = sizeof(bf16) * (s->num_heads + 2 * s->num_kv_heads) * s->head_size;
+    share_rows(store_rows, s, s->query_starts[s->num_chunks], row_bytes, s->parallel, s->num_threads);
 }

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.models import cpu_layers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
@@ -26,8 +28,8 @@ class Linear:
         return F.linear(x_TI, self.weight_OI, self.bias_O)
 
     def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
-        """Adds the product in place; on a GPU within the product itself."""
-        if out_TO.is_cuda and self.bias_O is None:
+        """Adds the product in place, within the product itself where there is no bias."""
+        if self.bias_O is None:
             out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
@@ -56,6 +58,8 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
             return _on_gpu().rms_norm(x, self.weight, self.eps)
+        if x.dim() in (2, 3) and (kernels := cpu_layers.kernels_for(x)):
+            return cpu_layers.rms_norm(kernels, x, self.weight, self.eps)
         wide = x.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return (wide * scale).mul_(self.weight).to(x.dtype)
@@ -65,6 +69,8 @@ def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """act(gate) * up, of the two halves of one product."""
     if gate_up_TF.is_cuda:
         return _on_gpu().gated_activation(gate_up_TF, kind)
+    if kind in ("silu", cpu_layers.GELU_TANH) and (kernels := cpu_layers.kernels_for(gate_up_TF)):
+        return cpu_layers.gated_activation(kernels, gate_up_TF, kind)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     if kind == "silu":
         return F.silu(gate).mul_(up)

@@ -1,0 +1,81 @@
+"""Norms and the gated activation in C, for bfloat16 on a CPU: one pass over memory each, no copies in float32."""
+
+# T tokens, F intermediate size, D normed dimensions
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from penstock.attention.c_library import CKernels, c_kernels
+
+GELU_TANH = "gelu_pytorch_tanh"
+
+
+class _Norm(ctypes.Structure):
+    """`struct norm` of cpu_layers.c."""
+
+    _fields_ = [
+        ("input", ctypes.c_void_p),
+        ("outer_stride", ctypes.c_int64),
+        ("inner_stride", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("parallel", ctypes.c_void_p),
+        *[(name, ctypes.c_int32) for name in ("num_outer", "num_inner", "width", "num_threads")],
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Gate(ctypes.Structure):
+    """`struct gate` of cpu_layers.c."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("gate_up", "output", "parallel")],
+        *[(name, ctypes.c_int32) for name in ("num_rows", "width", "is_gelu", "num_threads")],
+    ]
+
+
+def kernels_for(x: torch.Tensor) -> CKernels | None:
+    """None where torch has to do the work."""
+    return c_kernels() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
+
+
+def rms_norm(kernels: CKernels, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension of [tokens, D] or [tokens, heads, D]."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    call = _Norm(
+        input=x.data_ptr(),
+        outer_stride=x.stride(0),
+        inner_stride=x.stride(1) if x.dim() == 3 else 0,
+        output=out.data_ptr(),
+        weight=weight_D.data_ptr(),
+        parallel=kernels.parallel,
+        num_outer=x.shape[0],
+        num_inner=x.shape[1] if x.dim() == 3 else 1,
+        width=x.shape[-1],
+        num_threads=torch.get_num_threads(),
+        eps=eps,
+    )
+    kernels.library.penstock_rms_norm(ctypes.byref(call))
+    return out
+
+
+def gated_activation(kernels: CKernels, gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
+    gate_up_TF = gate_up_TF.contiguous()
+    num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    out_TF = torch.empty(num_rows, width, dtype=gate_up_TF.dtype)
+    call = _Gate(
+        gate_up=gate_up_TF.data_ptr(),
+        output=out_TF.data_ptr(),
+        parallel=kernels.parallel,
+        num_rows=num_rows,
+        width=width,
+        is_gelu=kind == GELU_TANH,
+        num_threads=torch.get_num_threads(),
+    )
+    kernels.library.penstock_gated_activation(ctypes.byref(call))
+    return out_TF
