@@ -58,13 +58,18 @@ def test_a_gated_activation(kind, num_rows, width):
     assert ((found.double() - act(gate) * up).abs() <= ULP * (act(gate) * up).abs() + 1e-6 * gate_up.abs().max()).all()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_product_is_added_to_what_is_there(bias):
-    linear = Linear(weight_OI=random(24, 40), bias_O=random(24, seed=2) if bias else None)
-    x, out = random(9, 40, seed=3), random(9, 24, seed=4)
-    expected = out.double() + x.double() @ linear.weight_OI.double().T + (linear.bias_O.double() if bias else 0)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (24, 40), (65, 32), (200, 576), (130, 100)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 32, 33])
+def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, num_out, num_in, bias):
+    linear = Linear(weight_OI=random(num_out, num_in), bias_O=random(num_out, seed=2) if bias else None)
+    x, out = random(num_rows, num_in, seed=3), random(num_rows, num_out, seed=4)
+    expected = x.double() @ linear.weight_OI.double().T + (linear.bias_O.double() if bias else 0)
+    before = out.double()
+    assert_rounded(linear(x), expected, scale=0.1)
     linear.add_to(out, x)
-    assert_rounded(out, expected, scale=4 * 40**0.5)
+    # With a bias and many rows torch adds a product that was rounded already.
+    assert_rounded(out, before + expected, scale=0.1 + expected.abs())
 
 
 @pytest.mark.parametrize("num_rotated", [0, 16, 24, 64], ids="{} dimensions are rotated".format)

@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
-SOURCES = [PACKAGE / "attention" / "cpu_kernels.c", PACKAGE / "models" / "cpu_layers.c"]
+SOURCES = [PACKAGE / "attention" / "cpu_kernels.c"]
+SOURCES += [PACKAGE / "models" / name for name in ("cpu_layers.c", "cpu_products.c")]
 HEADER = PACKAGE / "attention" / "cpu_vectors.h"
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
 FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"]

@@ -69,8 +69,6 @@ int64_t penstock_workspace_bytes(void) { return (sizeof(struct scratch) + 63) / 
 INLINE int padded(int head_size) { return (head_size + 31) / 32 * 32; }
 INLINE int count_of_scores(int num_keys) { return (num_keys + 7) / 8 * 8; }
 
-INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
 INLINE float power_of_2(float x) { return _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(x))); }
 
 INLINE __m512 softcapped(__m512 scores, float scale, float cap)
@@ -86,11 +84,6 @@ INLINE __m512i pairs(__m512 first, __m512 second)
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
-
-INLINE __m512i load_dims(const bf16 *row, int num_dims)
-{
-    return num_dims >= 32 ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi16((1u << num_dims) - 1, row);
 }
 
 /* 32 dimensions in the order that unpacking left them in, divided and written in their own order. */
@@ -158,9 +151,9 @@ static void pack_values(int head_size, int count, struct scratch *w)
         for (int dim = 0; dim < width; dim += 32) {
             __m512i one = _mm512_setzero_si512(), two = _mm512_setzero_si512();
             if (key < count)
-                one = load_dims(w->value_rows[key] + dim, head_size - dim);
+                one = load_32(w->value_rows[key] + dim, head_size - dim);
             if (key + 1 < count)
-                two = load_dims(w->value_rows[key + 1] + dim, head_size - dim);
+                two = load_32(w->value_rows[key + 1] + dim, head_size - dim);
             uint32_t *to = w->values + key / 2 * width + dim;
             _mm512_store_si512(to, _mm512_unpacklo_epi16(one, two));
             _mm512_store_si512(to + LANES, _mm512_unpackhi_epi16(one, two));
@@ -348,21 +341,6 @@ static void attend_tile(const struct attention *a, struct scratch *w, int chunk,
     write_rows(a, w, a->out + offset, first_row, num_rows, kv_head);
 }
 
-/* 16 registers to one: lane i of the result is the sum of register i. */
-INLINE __m512 sum_each(__m512 *rows)
-{
-    for (int i = 0; i < 8; i++) /* lanes of 2 registers, alternating */
-        rows[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[i], rows[i + 8]), _mm512_unpackhi_ps(rows[i], rows[i + 8]));
-    for (int i = 0; i < 4; i++)
-        rows[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[i], rows[i + 4]), _mm512_unpackhi_ps(rows[i], rows[i + 4]));
-    for (int i = 0; i < 2; i++)
-        rows[i] = _mm512_add_ps(_mm512_shuffle_f32x4(rows[i], rows[i + 2], 0x88),
-                                _mm512_shuffle_f32x4(rows[i], rows[i + 2], 0xdd));
-    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(rows[0], rows[1], 0x88), _mm512_shuffle_f32x4(rows[0], rows[1], 0xdd));
-    const __m512i order = _mm512_set_epi32(15, 7, 11, 3, 14, 6, 10, 2, 13, 5, 9, 1, 12, 4, 8, 0);
-    return _mm512_permutexvar_ps(order, sums);
-}
-
 /* The scores of one query over 16 keys. */
 INLINE __m512 score_one(const struct scratch *w, const bf16 *query, int head_size, int key)
 {
@@ -370,9 +348,9 @@ INLINE __m512 score_one(const struct scratch *w, const bf16 *query, int head_siz
     for (int i = 0; i < LANES; i++)
         sums[i] = _mm512_setzero_ps();
     for (int dim = 0; dim < head_size; dim += 32) {
-        __m512i q = load_dims(query + dim, head_size - dim);
+        __m512i q = load_32(query + dim, head_size - dim);
         for (int i = 0; i < LANES; i++)
-            sums[i] = dot(sums[i], q, load_dims(w->key_rows[key + i] + dim, head_size - dim));
+            sums[i] = dot(sums[i], q, load_32(w->key_rows[key + i] + dim, head_size - dim));
     }
     return sum_each(sums);
 }
@@ -384,7 +362,7 @@ static void weigh_one(const struct attention *a, struct scratch *w, const bf16 *
     float factor = a->softcap > 0 ? LOG2E : a->scale * LOG2E;
     __m512 scores[KEYS / LANES], found = _mm512_set1_ps(MASKED), total = _mm512_setzero_ps();
     for (int i = 0; i < KEYS / LANES; i++) {
-        __m512i at = _mm512_add_epi32(_mm512_set1_epi32(i * LANES), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+        __m512i at = _mm512_add_epi32(_mm512_set1_epi32(i * LANES), LANE_NUMBERS);
         __mmask16 is_seen = _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(count)) &
                             _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(lowest - first_key));
         scores[i] = i * LANES < count ? score_one(w, query, a->head_size, i * LANES) : _mm512_setzero_ps();
@@ -418,8 +396,8 @@ INLINE void sum_values_of(struct scratch *w, int first_row, int head_size, int c
                 sums[2 * r + l] = _mm512_mul_ps(_mm512_load_ps(w->sums + (first_row + r) * width + dim + l * LANES),
                                                 _mm512_set1_ps(w->fading[first_row + r]));
         for (int key = 0; key < count; key += 2) {
-            __m512i one = load_dims(w->value_rows[key] + dim, head_size - dim);
-            __m512i two = load_dims(w->value_rows[key + 1] + dim, head_size - dim);
+            __m512i one = load_32(w->value_rows[key] + dim, head_size - dim);
+            __m512i two = load_32(w->value_rows[key + 1] + dim, head_size - dim);
             __m512i low = _mm512_unpacklo_epi16(one, two), high = _mm512_unpackhi_epi16(one, two);
             for (int r = 0; r < num_rows; r++) {
                 __m512i weight = _mm512_set1_epi32((int)w->weights[0][(first_row + r) * (KEYS / 2) + key / 2]);

@@ -40,6 +40,31 @@ INLINE void store_floats(bf16 *to, __m512 values, int count)
     _mm256_mask_storeu_epi16(to, lanes_of(count), (__m256i)_mm512_cvtneps_pbh(values));
 }
 
+#define LANE_NUMBERS _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+
+/* Adds the products of 32 pairs, two to a lane. */
+INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+INLINE __m512i load_32(const bf16 *from, int count)
+{
+    return count >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((1u << count) - 1, from);
+}
+
+/* 16 registers to one: lane i of the result is the sum of register i. */
+INLINE __m512 sum_each(__m512 *rows)
+{
+    for (int i = 0; i < 8; i++) /* lanes of 2 registers, alternating */
+        rows[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[i], rows[i + 8]), _mm512_unpackhi_ps(rows[i], rows[i + 8]));
+    for (int i = 0; i < 4; i++)
+        rows[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[i], rows[i + 4]), _mm512_unpackhi_ps(rows[i], rows[i + 4]));
+    for (int i = 0; i < 2; i++)
+        rows[i] = _mm512_add_ps(_mm512_shuffle_f32x4(rows[i], rows[i + 2], 0x88),
+                                _mm512_shuffle_f32x4(rows[i], rows[i + 2], 0xdd));
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(rows[0], rows[1], 0x88), _mm512_shuffle_f32x4(rows[0], rows[1], 0xdd));
+    const __m512i order = _mm512_set_epi32(15, 7, 11, 3, 14, 6, 10, 2, 13, 5, 9, 1, 12, 4, 8, 0);
+    return _mm512_permutexvar_ps(order, sums);
+}
+
 /* Rows that each thread takes a share of. */
 struct rows {
     void (*run)(const void *of, int first, int end);

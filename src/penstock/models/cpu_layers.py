@@ -1,6 +1,6 @@
-"""Norms and the gated activation in C, for bfloat16 on a CPU: one pass over memory each, no copies in float32."""
+"""Norms, the gated activation and products of few rows in C, for bfloat16 on a CPU: one pass over memory each."""
 
-# T tokens, F intermediate size, D normed dimensions
+# T tokens, I inputs, O outputs, F intermediate size, D normed dimensions
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from penstock.attention.c_library import CKernels, c_kernels
 
 GELU_TANH = "gelu_pytorch_tanh"
+FEW_ROWS = 32  # of a product whose time is that of reading the matrix; past them torch is faster
 
 
 class _Norm(ctypes.Structure):
@@ -35,6 +36,22 @@ class _Gate(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("gate_up", "output", "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "width", "is_gelu", "num_threads")],
     ]
+
+
+class _Product(ctypes.Structure):
+    """`struct product` of cpu_products.c."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "parallel")],
+        *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
+    ]
+
+
+def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> CKernels | None:
+    """None where torch has to multiply: many rows, or another layout."""
+    if x_TI.dim() != 2 or len(x_TI) > FEW_ROWS or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
+        return None
+    return kernels_for(x_TI)
 
 
 def kernels_for(x: torch.Tensor) -> CKernels | None:
@@ -79,3 +96,29 @@ def gated_activation(kernels: CKernels, gate_up_TF: torch.Tensor, kind: str) -> 
     )
     kernels.library.penstock_gated_activation(ctypes.byref(call))
     return out_TF
+
+
+def multiply(
+    kernels: CKernels,
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    add_to: torch.Tensor | None = None,  # None: the product goes to a tensor of its own
+) -> torch.Tensor:
+    x_TI = x_TI.contiguous()
+    num_rows, num_inputs = x_TI.shape
+    out_TO = torch.empty(num_rows, len(weight_OI), dtype=x_TI.dtype) if add_to is None else add_to
+    call = _Product(
+        rows=x_TI.data_ptr(),
+        weight=weight_OI.data_ptr(),
+        bias=None if bias_O is None else bias_O.data_ptr(),
+        out=out_TO.data_ptr(),
+        parallel=kernels.parallel,
+        num_rows=num_rows,
+        num_inputs=num_inputs,
+        num_outputs=len(weight_OI),
+        adds=add_to is not None,
+        num_threads=torch.get_num_threads(),
+    )
+    kernels.library.penstock_multiply(ctypes.byref(call))
+    return out_TO

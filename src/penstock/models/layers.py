@@ -14,6 +14,12 @@ import torch.nn.functional as F
 from penstock.models import cpu_layers
 
 
+def product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
+        return cpu_layers.multiply(kernels, x_TI, weight_OI, bias_O)
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     weight_OI: torch.Tensor
@@ -25,11 +31,13 @@ class Linear:
         return cls(weight_OI=weight, bias_O=torch.empty(num_out, dtype=dtype, device=device) if bias else None)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        return product(x_TI, self.weight_OI, self.bias_O)
 
     def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
         """Adds the product in place, within the product itself where there is no bias."""
-        if self.bias_O is None:
+        if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, self.weight_OI)):
+            cpu_layers.multiply(kernels, x_TI, self.weight_OI, self.bias_O, add_to=out_TO)
+        elif self.bias_O is None:
             out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
