@@ -59,8 +59,8 @@ def test_a_gated_activation(kind, num_rows, width):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (24, 40), (65, 32), (200, 576), (130, 100)])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 32, 33])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (24, 40), (65, 32), (200, 576), (130, 100), (40, 1025)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 16, 17, 32, 33, 100, 130, 385])
 def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, num_out, num_in, bias):
     linear = Linear(weight_OI=random(num_out, num_in), bias_O=random(num_out, seed=2) if bias else None)
     x, out = random(num_rows, num_in, seed=3), random(num_rows, num_out, seed=4)

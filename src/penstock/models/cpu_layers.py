@@ -1,17 +1,23 @@
-"""Norms, the gated activation and products of few rows in C, for bfloat16 on a CPU: one pass over memory each."""
+"""Norms, the gated activation and products in C, for bfloat16 on a CPU: one pass over memory each."""
 
 # T tokens, I inputs, O outputs, F intermediate size, D normed dimensions
 
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 
 from penstock.attention.c_library import CKernels, c_kernels
 
 GELU_TANH = "gelu_pytorch_tanh"
-FEW_ROWS = 32  # of a product whose time is that of reading the matrix; past them torch is faster
+FEW_ROWS = 16  # of a product whose time is that of reading the matrix
+# Past these torch is as fast or faster: it packs the matrix first, which pays the sooner the longer its rows are.
+MOST_ROWS, MOST_ROWS_OF_LONG = 384, 128
+LONG, LONGEST = 1024, 4096  # inputs
+
+_of_thread = threading.local()
 
 
 class _Norm(ctypes.Structure):
@@ -42,16 +48,30 @@ class _Product(ctypes.Structure):
     """`struct product` of cpu_products.c."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "parallel")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "workspace", "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
     ]
 
 
 def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> CKernels | None:
     """None where torch has to multiply: many rows, or another layout."""
-    if x_TI.dim() != 2 or len(x_TI) > FEW_ROWS or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
+    if x_TI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
         return None
-    return kernels_for(x_TI)
+    num_rows, num_inputs = x_TI.shape
+    if num_rows > FEW_ROWS and (num_inputs % 2 or num_inputs > LONGEST):
+        return None
+    is_ours = num_rows <= (MOST_ROWS if num_inputs < LONG else MOST_ROWS_OF_LONG)
+    return kernels_for(x_TI) if is_ours else None
+
+
+def _workspace(kernels: CKernels, num_threads: int) -> torch.Tensor:
+    """Kept for the Python thread that calls, since steps of two engines may run at once; resident where it was used."""
+    kernels.library.penstock_product_bytes.restype = ctypes.c_int64
+    num_bytes = num_threads * kernels.library.penstock_product_bytes()
+    kept = getattr(_of_thread, "workspace", None)
+    if kept is None or kept.numel() < num_bytes:
+        kept = _of_thread.workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    return kept
 
 
 def kernels_for(x: torch.Tensor) -> CKernels | None:
@@ -108,17 +128,20 @@ def multiply(
     x_TI = x_TI.contiguous()
     num_rows, num_inputs = x_TI.shape
     out_TO = torch.empty(num_rows, len(weight_OI), dtype=x_TI.dtype) if add_to is None else add_to
+    num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
     call = _Product(
         rows=x_TI.data_ptr(),
         weight=weight_OI.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         out=out_TO.data_ptr(),
+        workspace=None if has_few_rows else _workspace(kernels, num_threads).data_ptr(),
         parallel=kernels.parallel,
         num_rows=num_rows,
         num_inputs=num_inputs,
         num_outputs=len(weight_OI),
         adds=add_to is not None,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads,
     )
-    kernels.library.penstock_multiply(ctypes.byref(call))
+    library = kernels.library
+    (library.penstock_multiply if has_few_rows else library.penstock_multiply_many)(ctypes.byref(call))
     return out_TO
