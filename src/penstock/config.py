@@ -16,6 +16,7 @@ from penstock.errors import InvalidSetting
 DEFAULT_MODEL = "smollm2"
 CONFIG_FILE = "penstock.toml"
 DTYPES = ("auto", "float32", "bfloat16")
+CPU_KERNELS = ("auto", "torch")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 # What becomes resident with the first chunk: the code and buffers of the matrix library.
@@ -50,6 +51,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None  # None: the physical cores this process may use
+    cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never
     block_size: int = 16
     max_chunk_size: int = 1024  # the most that `auto` picks
     min_chunk_size: int = 16  # the KV pool leaves room for at least this chunk
@@ -99,6 +101,8 @@ class EngineConfig:
             raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if self.cpu_kernels not in CPU_KERNELS:
+            raise InvalidSetting(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
         if self.device not in DEVICES:
             raise InvalidSetting(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
 
@@ -200,7 +204,7 @@ def _parser_for(name: str) -> Any:
         return _parse_milliseconds
     if name in ("strict", "prefix_cache"):
         return lambda value: _parse_bool(name, value)
-    if name in ("lane", "device", "dtype"):
+    if name in ("lane", "device", "dtype", "cpu_kernels"):
         return str
     return lambda value: _parse_int(name, value, "a whole number")
 

@@ -1,7 +1,8 @@
 """Attention over pages on a CPU: contiguous runs are attended through views, tile by tile, and merged exactly.
 
 A query tile sees the tokens before it without any mask; only its own square, and the edge of a window, need one.
-No tensor here grows with the context: the largest is a tile by a tile.
+No tensor here grows with the context: the largest is a tile by a tile. In bfloat16 the C kernel does this work where it
+can run; it stands in `cpu_compiled`.
 """
 
 # T tokens of the step, Q queries of a tile, N keys of a segment, H heads, K key-value heads, D head size
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
+from penstock.attention.cpu_compiled import LARGEST_GROUP, make_compiled
 from penstock.cache.storage import KvStorage
 from penstock.request import Span
 
@@ -76,6 +78,12 @@ class CpuAttention:
         self.block_size = block_size
         self._inputs: ForwardInputs | None = None
         self._runs: list[tuple[Run, ...]] = []
+        self._compiled = make_compiled(storage, block_size)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the C kernel attends, and not torch."""
+        return self._compiled is not None
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         self._inputs = inputs
@@ -83,6 +91,8 @@ class CpuAttention:
             contiguous_runs(blocks, self.block_size, length)
             for blocks, length in zip(inputs.block_table, inputs.context_lens, strict=True)
         ]
+        if self._compiled is not None:
+            self._compiled.begin_step(inputs)
 
     def store(
         self,
@@ -95,6 +105,8 @@ class CpuAttention:
     ) -> torch.Tensor:
         if norms is not None:
             q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)
+        if self._compiled is not None and _are_bfloat16(q_THD, k_TKD, v_TKD, rotation):
+            return self._compiled.store(layer, q_THD, k_TKD, v_TKD, rotation)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
             for first, last, slot in _slots(runs, start, end):
@@ -114,6 +126,11 @@ class CpuAttention:
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
+        group = q_THD.shape[1] // self.storage.keys[layer].shape[1]
+        sees_spans = self._inputs is not None and self._inputs.media is not None and any(self._inputs.media.spans)
+        is_taken = q_THD.dtype == torch.bfloat16 and group <= LARGEST_GROUP and not sees_spans
+        if self._compiled is not None and is_taken:
+            return self._compiled.attend(layer, q_THD, rule, sinks_H)
         out_THD = torch.empty_like(q_THD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for index, (row, start, end, runs) in enumerate(self._chunks()):
@@ -136,6 +153,11 @@ class CpuAttention:
         for index, end in enumerate(self._inputs.context_lens):
             num_rows = starts[index + 1] - starts[index]
             yield starts[index], end - num_rows, end, self._runs[index]
+
+
+def _are_bfloat16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None) -> bool:
+    tensors = (q, k, v) if rotation is None else (q, k, v, rotation.cos_T1R, rotation.sin_T1R)
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def _slots(runs: tuple[Run, ...], start: int, end: int) -> Iterator[tuple[int, int, int]]:

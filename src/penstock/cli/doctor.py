@@ -18,6 +18,13 @@ class LaneClaim(BaseModel):
     reason: str
 
 
+class CpuKernels(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    compiled: bool
+    reason: str
+
+
 class DoctorReport(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,10 +35,11 @@ class DoctorReport(BaseModel):
     lanes: list[LaneClaim]
     verdict: Verdict | None
     verdict_was_kept: bool
+    cpu_kernels: CpuKernels | None  # None: the device is no CPU
 
     @classmethod
     def of(cls, found: Examination) -> DoctorReport:
-        claims = found.claims.items()
+        claims, kernels = found.claims.items(), found.kernels
         return cls(
             model=found.model,
             dtype=found.dtype,
@@ -40,6 +48,7 @@ class DoctorReport(BaseModel):
             lanes=[LaneClaim(id=lane, eligible=claim.eligible, reason=claim.reason) for lane, claim in claims],
             verdict=found.verdict,
             verdict_was_kept=found.was_kept,
+            cpu_kernels=CpuKernels(compiled=kernels.are_compiled, reason=kernels.reason) if kernels else None,
         )
 
 
@@ -52,6 +61,8 @@ def show_examination(found: Examination, *, as_json: bool) -> None:
     for lane_id, claim in found.claims.items():
         console.print(f"  {'can' if claim.eligible else 'cannot':<7}{lane_id}: {claim.reason}")
     console.print(f"lane {found.lane.id}: {found.lane.reason}")
+    if found.kernels is not None:
+        console.print(f"attention: {'compiled C' if found.kernels.are_compiled else 'torch'}; {found.kernels.reason}")
     if found.verdict is None:
         console.print("chunks: exact by how this lane is built; the tests hold it to transformers", style="green")
         return

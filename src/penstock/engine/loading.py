@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.attention import c_library
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS, CpuAttention
 from penstock.cache.storage import KvStorage, StateStorage
@@ -80,6 +81,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     files = resolve(name)
     facts = pick_lane(files.config, config.lane)
     device = torch.device(require_device(config.device, has_cuda=torch.cuda.is_available()))
+    c_library.use(config.cpu_kernels)
     keep_freed_memory()
     return_freed_memory()  # of an engine before this one
     torch.set_num_threads(config.threads or num_physical_cores())

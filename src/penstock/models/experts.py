@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.models.layer_specs import ExpertsSpec
-from penstock.models.layers import GatedMlp, Linear, gated_activation
+from penstock.models.layers import GatedMlp, Linear, gated_activation, product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +90,13 @@ class Experts:
 
     def _expert(self, expert: int, x_RM: torch.Tensor) -> torch.Tensor:
         bias_F = None if self.gate_up_bias_EF is None else self.gate_up_bias_EF[expert]
-        gate_up_RF = F.linear(x_RM, self.gate_up_EFM[expert], bias_F)
+        gate_up_RF = product(x_RM, self.gate_up_EFM[expert], bias_F)
         if self.spec.clamp is None:
             inner_RF = gated_activation(gate_up_RF, self.activation)
         else:
             inner_RF = _clamped_activation(gate_up_RF, self.spec.clamp, self.spec.clamp_alpha)
         bias_M = None if self.down_bias_EM is None else self.down_bias_EM[expert]
-        return F.linear(inner_RF, self.down_EMF[expert], bias_M)
+        return product(inner_RF, self.down_EMF[expert], bias_M)
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the checkpoint, where it goes)."""

@@ -11,6 +11,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.models import cpu_layers
+
+
+def product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
+        return cpu_layers.multiply(kernels, x_TI, weight_OI, bias_O)
+    if bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, weight_OI):
+        return _gpu_products().product(x_TI, weight_OI)
+    return F.linear(x_TI, weight_OI, bias_O)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
@@ -23,15 +33,16 @@ class Linear:
         return cls(weight_OI=weight, bias_O=torch.empty(num_out, dtype=dtype, device=device) if bias else None)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return product(x_TI, self.weight_OI) if self.bias_O is None else F.linear(x_TI, self.weight_OI, self.bias_O)
+        return product(x_TI, self.weight_OI, self.bias_O)
 
     def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
-        """Adds the product in place; on a GPU within the product itself."""
-        if out_TO.is_cuda and self.bias_O is None:
-            if _gpu_products().is_skinny(x_TI, self.weight_OI):
-                _gpu_products().add_product(out_TO, x_TI, self.weight_OI)
-            else:
-                out_TO.addmm_(x_TI, self.weight_OI.t())
+        """Adds the product in place, within the product itself where there is no bias."""
+        if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, self.weight_OI)):
+            cpu_layers.multiply(kernels, x_TI, self.weight_OI, self.bias_O, add_to=out_TO)
+        elif self.bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, self.weight_OI):
+            _gpu_products().add_product(out_TO, x_TI, self.weight_OI)
+        elif self.bias_O is None:
+            out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
 
@@ -59,21 +70,19 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
             return _on_gpu().rms_norm(x, self.weight, self.eps)
+        if x.dim() in (2, 3) and (kernels := cpu_layers.kernels_for(x)):
+            return cpu_layers.rms_norm(kernels, x, self.weight, self.eps)
         wide = x.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return (wide * scale).mul_(self.weight).to(x.dtype)
-
-
-def product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    if x_TI.is_cuda and _gpu_products().is_skinny(x_TI, weight_OI):
-        return _gpu_products().product(x_TI, weight_OI)
-    return F.linear(x_TI, weight_OI)
 
 
 def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """act(gate) * up, of the two halves of one product."""
     if gate_up_TF.is_cuda:
         return _on_gpu().gated_activation(gate_up_TF, kind)
+    if kind in ("silu", cpu_layers.GELU_TANH) and (kernels := cpu_layers.kernels_for(gate_up_TF)):
+        return cpu_layers.gated_activation(kernels, gate_up_TF, kind)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     if kind == "silu":
         return F.silu(gate).mul_(up)

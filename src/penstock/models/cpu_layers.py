@@ -1,0 +1,147 @@
+"""Norms, the gated activation and products in C, for bfloat16 on a CPU: one pass over memory each."""
+
+# T tokens, I inputs, O outputs, F intermediate size, D normed dimensions
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+from penstock.attention.c_library import CKernels, c_kernels
+
+GELU_TANH = "gelu_pytorch_tanh"
+FEW_ROWS = 16  # of a product whose time is that of reading the matrix
+# Past these torch is as fast or faster: it packs the matrix first, which pays the sooner the longer its rows are.
+MOST_ROWS, MOST_ROWS_OF_LONG = 384, 128
+LONG, LONGEST = 1024, 4096  # inputs
+
+_of_thread = threading.local()
+
+
+class _Norm(ctypes.Structure):
+    """`struct norm` of cpu_layers.c."""
+
+    _fields_ = [
+        ("input", ctypes.c_void_p),
+        ("outer_stride", ctypes.c_int64),
+        ("inner_stride", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("parallel", ctypes.c_void_p),
+        *[(name, ctypes.c_int32) for name in ("num_outer", "num_inner", "width", "num_threads")],
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Gate(ctypes.Structure):
+    """`struct gate` of cpu_layers.c."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("gate_up", "output", "parallel")],
+        *[(name, ctypes.c_int32) for name in ("num_rows", "width", "is_gelu", "num_threads")],
+    ]
+
+
+class _Product(ctypes.Structure):
+    """`struct product` of cpu_products.c."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "workspace", "parallel")],
+        *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
+    ]
+
+
+def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> CKernels | None:
+    """None where torch has to multiply: many rows, or another layout."""
+    if x_TI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
+        return None
+    num_rows, num_inputs = x_TI.shape
+    if num_rows > FEW_ROWS and (num_inputs % 2 or num_inputs > LONGEST):
+        return None
+    is_ours = num_rows <= (MOST_ROWS if num_inputs < LONG else MOST_ROWS_OF_LONG)
+    return kernels_for(x_TI) if is_ours else None
+
+
+def _workspace(kernels: CKernels, num_threads: int) -> torch.Tensor:
+    """Kept for the Python thread that calls, since steps of two engines may run at once; resident where it was used."""
+    kernels.library.penstock_product_bytes.restype = ctypes.c_int64
+    num_bytes = num_threads * kernels.library.penstock_product_bytes()
+    kept = getattr(_of_thread, "workspace", None)
+    if kept is None or kept.numel() < num_bytes:
+        kept = _of_thread.workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    return kept
+
+
+def kernels_for(x: torch.Tensor) -> CKernels | None:
+    """None where torch has to do the work."""
+    return c_kernels() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
+
+
+def rms_norm(kernels: CKernels, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension of [tokens, D] or [tokens, heads, D]."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    call = _Norm(
+        input=x.data_ptr(),
+        outer_stride=x.stride(0),
+        inner_stride=x.stride(1) if x.dim() == 3 else 0,
+        output=out.data_ptr(),
+        weight=weight_D.data_ptr(),
+        parallel=kernels.parallel,
+        num_outer=x.shape[0],
+        num_inner=x.shape[1] if x.dim() == 3 else 1,
+        width=x.shape[-1],
+        num_threads=torch.get_num_threads(),
+        eps=eps,
+    )
+    kernels.library.penstock_rms_norm(ctypes.byref(call))
+    return out
+
+
+def gated_activation(kernels: CKernels, gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
+    gate_up_TF = gate_up_TF.contiguous()
+    num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    out_TF = torch.empty(num_rows, width, dtype=gate_up_TF.dtype)
+    call = _Gate(
+        gate_up=gate_up_TF.data_ptr(),
+        output=out_TF.data_ptr(),
+        parallel=kernels.parallel,
+        num_rows=num_rows,
+        width=width,
+        is_gelu=kind == GELU_TANH,
+        num_threads=torch.get_num_threads(),
+    )
+    kernels.library.penstock_gated_activation(ctypes.byref(call))
+    return out_TF
+
+
+def multiply(
+    kernels: CKernels,
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    add_to: torch.Tensor | None = None,  # None: the product goes to a tensor of its own
+) -> torch.Tensor:
+    x_TI = x_TI.contiguous()
+    num_rows, num_inputs = x_TI.shape
+    out_TO = torch.empty(num_rows, len(weight_OI), dtype=x_TI.dtype) if add_to is None else add_to
+    num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
+    call = _Product(
+        rows=x_TI.data_ptr(),
+        weight=weight_OI.data_ptr(),
+        bias=None if bias_O is None else bias_O.data_ptr(),
+        out=out_TO.data_ptr(),
+        workspace=None if has_few_rows else _workspace(kernels, num_threads).data_ptr(),
+        parallel=kernels.parallel,
+        num_rows=num_rows,
+        num_inputs=num_inputs,
+        num_outputs=len(weight_OI),
+        adds=add_to is not None,
+        num_threads=num_threads,
+    )
+    library = kernels.library
+    (library.penstock_multiply if has_few_rows else library.penstock_multiply_many)(ctypes.byref(call))
+    return out_TO

@@ -1,0 +1,121 @@
+"""Norms, the gated activation, rotation and page writes in C: what float64 gives, rounded once to bfloat16."""
+
+import pytest
+import torch
+
+from penstock.attention import c_library
+from penstock.attention.backend import ForwardInputs, Rotation
+from penstock.attention.cpu import CpuAttention
+from penstock.cache.storage import KvStorage
+from penstock.models.layers import Linear, RmsNorm, gated_activation
+
+pytestmark = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
+
+ULP = 2**-8  # relative; half of it is rounding
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    c_library.use("auto")
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_rounded(found, expected, scale=0.0):
+    """`scale`: of what was added up, where its parts may cancel."""
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - expected).abs() <= ULP * (expected.abs() + scale) + 1e-30).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 500])
+@pytest.mark.parametrize("width", [8, 24, 100, 576])
+def test_a_norm(num_rows, width):
+    x, weight = random(num_rows, width), torch.rand(width) + 0.5
+    wide = x.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    assert_rounded(RmsNorm(weight=weight, eps=1e-5)(x), expected)
+
+
+def test_a_norm_of_heads_that_lie_among_others():
+    packed = random(40, 7 * 32)
+    heads = packed[:, 32 : 5 * 32].unflatten(-1, (4, 32))
+    weight = torch.rand(32)
+    wide = heads.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert_rounded(RmsNorm(weight=weight, eps=1e-6)(heads), expected)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (7, 100), (300, 1536)])
+def test_a_gated_activation(kind, num_rows, width):
+    gate_up = random(num_rows, 2 * width).mul_(8)
+    gate, up = gate_up.double().chunk(2, -1)
+    act = torch.nn.functional.silu if kind == "silu" else lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    # Below -5 the double tanh itself cancels: an absolute error of 1e-6 of the input is allowed there.
+    found = gated_activation(gate_up, kind)
+    assert ((found.double() - act(gate) * up).abs() <= ULP * (act(gate) * up).abs() + 1e-6 * gate_up.abs().max()).all()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (24, 40), (65, 32), (200, 576), (130, 100), (40, 1025)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 16, 17, 32, 33, 100, 130, 385])
+def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, num_out, num_in, bias):
+    linear = Linear(weight_OI=random(num_out, num_in), bias_O=random(num_out, seed=2) if bias else None)
+    x, out = random(num_rows, num_in, seed=3), random(num_rows, num_out, seed=4)
+    expected = x.double() @ linear.weight_OI.double().T + (linear.bias_O.double() if bias else 0)
+    before = out.double()
+    assert_rounded(linear(x), expected, scale=0.1)
+    linear.add_to(out, x)
+    # With a bias and many rows torch adds a product that was rounded already.
+    assert_rounded(out, before + expected, scale=0.1 + expected.abs())
+
+
+@pytest.mark.parametrize("num_rotated", [0, 16, 24, 64], ids="{} dimensions are rotated".format)
+def test_keys_and_values_go_to_their_slots_and_all_but_values_are_rotated(num_rotated):
+    heads, kv_heads, size, blocks = 4, 2, 64, ((5, 2, 0), (1, 3))
+    chunks, half = ((30, 41), (7, 20)), num_rotated // 2
+    positions = torch.cat([torch.arange(start, end) for start, end in chunks])
+    rows = len(positions)
+    q, k, v = random(rows, (heads + 2 * kv_heads) * size).split([heads * size, kv_heads * size, kv_heads * size], -1)
+    q, k, v = q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, -1)), v.unflatten(-1, (kv_heads, -1))
+    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    storage = KvStorage(num_layers=1, num_slots=96, num_kv_heads=kv_heads, head_size=size, **place)
+    attention = CpuAttention(storage, 16)
+    attention.begin_step(
+        ForwardInputs(
+            ids_T=torch.zeros(rows, dtype=torch.long),
+            positions_T=positions,
+            query_starts=(0, 11, 24),
+            context_lens=(41, 20),
+            block_table=blocks,
+            rotary_variants=("default", "default"),
+            sequence_ids=(0, 1),
+            logit_rows=torch.zeros(0, dtype=torch.long),
+        )
+    )
+    angles = torch.rand(rows, 1, half) * 6
+    rotation = Rotation(cos_T1R=angles.cos().bfloat16(), sin_T1R=angles.sin().bfloat16()) if num_rotated else None
+    found = attention.store(0, q, k, v, rotation)
+
+    def turned(x):
+        x = x.double()
+        if rotation is None:
+            return x
+        cos, sin, one, two = (
+            rotation.cos_T1R.double(),
+            rotation.sin_T1R.double(),
+            x[..., :half],
+            x[..., half : 2 * half],
+        )
+        return torch.cat([one * cos - two * sin, two * cos + one * sin, x[..., 2 * half :]], -1)
+
+    slots = [blocks[0][p // 16] * 16 + p % 16 for p in range(*chunks[0])]
+    slots += [blocks[1][p // 16] * 16 + p % 16 for p in range(*chunks[1])]
+    assert_rounded(found, turned(q))
+    assert_rounded(storage.keys[0][slots], turned(k))
+    assert torch.equal(storage.values[0][slots], v)
+    others = sorted(set(range(96)) - set(slots))
+    assert not storage.keys[0][others].any()
+    assert not storage.values[0][others].any()
