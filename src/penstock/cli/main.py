@@ -149,6 +149,64 @@ def chat(
 
 
 @app.command()
+def serve(
+    context_of_call: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is reachable from other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that requests must bring; may be given several times.", envvar="PENSTOCK_API_KEY"),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may ask, such as https://example.org.")
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option(help="How prompts and streams share steps: interleaved, prefill-first, ...")
+    ] = None,
+    latency_target_ms: Annotated[float | None, typer.Option(help="Longest step beside running streams.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Most requests served at once.")] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Most requests in the queue; more are answered with 429.")
+    ] = None,
+    max_waiting_tokens: Annotated[int | None, typer.Option(help="Most prompt tokens in the queue.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt that is taken.")] = None,
+    max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 32,
+    request_timeout_s: Annotated[float | None, typer.Option(help="Longest time of a request.")] = None,
+    drain_timeout_s: Annotated[float, typer.Option(help="After SIGTERM: time for running requests to end.")] = 30.0,
+    chunk_size: ChunkSize = None,
+    overlap: Overlap = None,
+    memory: Memory = None,
+    context: Context = None,
+    lane: LaneId = None,
+    strict: Strict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+) -> None:
+    """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
+    config = _config(context_of_call)
+    try:
+        from penstock.server.process import serve as serve_until_told
+        from penstock.server.settings import MIB, ServerSettings
+    except ModuleNotFoundError as error:
+        raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
+
+    settings = ServerSettings(
+        model=model,
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        max_prompt_tokens=max_prompt_tokens,
+        max_body_bytes=max_body_mib * MIB,
+        request_timeout_s=request_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+    )
+    raise typer.Exit(serve_until_told(settings, config))
+
+
+@app.command()
 def plan(
     context_of_call: typer.Context,
     model: Model = DEFAULT_MODEL,

@@ -77,6 +77,7 @@ class AsyncEngine:
         self._wakes = threading.Condition()
         self._is_closing = False
         self._is_draining = False
+        self._is_over = False  # calls are made no more
         self._thread = threading.Thread(target=self._run, name="penstock-steps", daemon=True)
         self._thread.start()
 
@@ -121,7 +122,7 @@ class AsyncEngine:
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._wakes:
-            if self._is_draining and not self._thread.is_alive():
+            if self._is_over:
                 future.set_exception(EngineClosed("The engine is closed. Start it again."))
                 return future
             self._calls.append((function, future))
@@ -169,6 +170,8 @@ class AsyncEngine:
                 continue
             for event in events:
                 self._hand_out(event)
+        with self._wakes:
+            self._is_over = True
         self._make_calls()
         self.engine.close()
 

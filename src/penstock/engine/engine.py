@@ -107,6 +107,7 @@ class Engine:
         self._new_events: list[Event] = []
         self._next_id = 0
         self._is_closed = False
+        self.on_plan: Callable[[StepPlan], None] | None = None
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
         if config.latency_target_ms is not None:
             self.scheduler.budget.cost = calibrate(self)
@@ -288,6 +289,8 @@ class Engine:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
             assert not is_stuck, "requests wait and none can run"
             return self._take_events()
+        if self.on_plan is not None:
+            self.on_plan(plan)
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
             self._expect_media(request_id)
