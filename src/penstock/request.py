@@ -33,6 +33,11 @@ class SamplingParams:
     grammar: str | None = None  # what the answer must match, as llguidance writes it
     pooling: Pooling | None = None  # None: no embedding is made
 
+    @property
+    def needs_every_token(self) -> bool:
+        """Of the prompt: something is made from each, so that none may come from the prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
+
     @classmethod
     def of(cls, values: dict[str, Any]) -> SamplingParams:
         """From arguments as users give them; a name that does not exist is refused."""
@@ -302,6 +307,7 @@ class Output:
     predicted_peak_bytes: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+    embedding: tuple[float, ...] | None = None  # of length 1
 
     @property
     def num_prompt_chunks(self) -> int:

@@ -21,7 +21,7 @@ ALLOWED = {
     "models": {"attention", "cache.storage"},
     "lanes": {"models", "attention", "cache.storage", "plan"},
     "engine": {"schedule", "lanes", "prompt", "plan", "cache", "models", "attention"},
-    "server": {"engine", "prompt", "plan"},
+    "server": {"engine", "prompt", "plan", "cache.prefix"},
     "bench": {"engine", "schedule", "plan", "cache"},
     "cli": {"bench", "engine", "server", "lanes", "plan", "prompt", "schedule"},
 }

@@ -49,6 +49,7 @@ class Active:
     first_token_at: float | None = None
     predicted_bytes: int = 0
     media: MediaPrompt | None = None  # None: the lane reads text only
+    pooled: torch.Tensor | None = None  # None: no embedding is wanted, or nothing was read yet
 
     def choose(self, token: int, logprob: TokenLogprob | None, *, is_end: bool, is_full: bool) -> Choice:
         """The token as text, and whether the answer ends with it: a stop string may end it in the middle of one."""
@@ -77,6 +78,11 @@ class Active:
             position = first + index + 1
             if position < len(tokens):
                 self.prompt_logprobs.append(token_logprob(row, tokens[position], num_alternatives))
+
+    def note_pooled(self, pooled: torch.Tensor, *, is_first: bool) -> None:
+        """Hidden states of one more chunk: their sum, or the last. A prompt that begins again starts from nothing."""
+        is_sum = self.request.sampling.pooling == "mean" and not is_first and self.pooled is not None
+        self.pooled = self.pooled + pooled if is_sum else pooled
 
     def progress(self, chunk: Chunk, now: float) -> PrefillProgress:
         feed, source = self.feed, self.request.source
@@ -121,4 +127,7 @@ class Active:
             predicted_peak_bytes=self.predicted_bytes,
             logprobs=None if sampling.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            embedding=None
+            if self.pooled is None
+            else tuple(torch.nn.functional.normalize(self.pooled, dim=0).tolist()),
         )

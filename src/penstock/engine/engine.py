@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
@@ -21,7 +19,7 @@ from penstock.engine.grammar import Grammars
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
-from penstock.engine.runner import Runner
+from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
@@ -220,7 +218,7 @@ class Engine:
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
         params = SamplingParams.of(sampling)
-        self._refuse_unknown_tokens(params)
+        self._refuse_impossible(params)
         if isinstance(prompt, TokenFeed) and (self.model.source is not None or self.model.media is not None):
             prompt = prompt.take_all(self._refuse_too_long)
         media = self._media_prompt(prompt, images)
@@ -343,7 +341,9 @@ class Engine:
             raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {limit}.")
         return tokens
 
-    def _refuse_unknown_tokens(self, params: SamplingParams) -> None:
+    def _refuse_impossible(self, params: SamplingParams) -> None:
+        if params.pooling is not None and not self.lane.gives_hidden:
+            raise InvalidSetting(f"The lane {self.lane.id} gives no hidden states, so that no embedding can be made.")
         limit = self.model.spec.vocab_size - 1
         if wrong := next((token for token, _ in params.logit_bias if not 0 <= token <= limit), None):
             raise InvalidSetting(f"logit_bias names token {wrong}; token ids are whole numbers from 0 to {limit}.")
@@ -401,7 +401,7 @@ class Engine:
                     self._emit(Failed(request_id=sequence.id, error=error))
                     self.abort(sequence.id)
 
-    def _choose_tokens(self, plan: StepPlan, logits: Mapping[int, torch.Tensor]) -> dict[int, Choice]:
+    def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, Choice]:
         chosen: dict[int, Choice] = {}
         for chunk in plan.chunks:
             sequence = self.scheduler.sequences[chunk.sequence_id]
@@ -409,6 +409,8 @@ class Engine:
             rows = logits[sequence.id]
             if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
                 active.note_prompt_logprobs(sequence.tokens, sequence.num_computed, rows)
+            if sequence.id in logits.pooled and not active.token_ids:
+                active.note_pooled(logits.pooled[sequence.id], is_first=sequence.num_computed == 0)
             if chunk.wants_logits and sequence.abort_reason is None:
                 prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
                 token, logprob = active.sampler.sample(rows[-1], prompt, active.token_ids)

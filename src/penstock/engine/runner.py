@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -14,9 +14,12 @@ from penstock.request import Chunk, Sequence, StepPlan
 class StepLogits(Mapping[int, torch.Tensor]):
     """The logits of a step by sequence: [rows, vocabulary], no row where none was wanted."""
 
-    def __init__(self, logits: torch.Tensor, rows_by_sequence: Mapping[int, slice]) -> None:
+    def __init__(
+        self, logits: torch.Tensor, rows_by_sequence: Mapping[int, slice], pooled: Mapping[int, torch.Tensor]
+    ) -> None:
         self._logits = logits
         self._rows = rows_by_sequence
+        self.pooled = pooled  # of the sequences that want an embedding: the sum, or the last, of the chunk's states
 
     def __getitem__(self, sequence_id: int) -> torch.Tensor:
         return self._logits[self._rows[sequence_id]]
@@ -50,10 +53,36 @@ class Runner:
             rows_by_sequence[chunk.sequence_id] = slice(len(logit_rows), len(logit_rows) + len(wanted))
             logit_rows += wanted
             row += chunk.num_tokens
-        logits = self.lane.run(self._inputs(plan, sequences, logit_rows))
-        return StepLogits(logits, rows_by_sequence)
+        pooled: dict[int, torch.Tensor] = {}
+        logits = self.lane.run(self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled)))
+        return StepLogits(logits, rows_by_sequence, pooled)
 
-    def _inputs(self, plan: StepPlan, sequences: Mapping[int, Sequence], logit_rows: list[int]) -> ForwardInputs:
+    def _pooling(
+        self, plan: StepPlan, sequences: Mapping[int, Sequence], pooled: dict[int, torch.Tensor]
+    ) -> Callable[[torch.Tensor], None] | None:
+        if not any(sequences[chunk.sequence_id].request.sampling.pooling for chunk in plan.chunks):
+            return None
+
+        def take_hidden(hidden_TM: torch.Tensor) -> None:
+            end = 0
+            for chunk in plan.chunks:
+                end += chunk.num_tokens
+                sequence = sequences[chunk.sequence_id]
+                first = end - (chunk.end - sequence.num_computed)  # rows of an overlap were counted before
+                if sequence.request.sampling.pooling == "mean":
+                    pooled[sequence.id] = hidden_TM[first:end].sum(0, dtype=torch.float32)
+                elif sequence.request.sampling.pooling == "last":
+                    pooled[sequence.id] = hidden_TM[end - 1].float()
+
+        return take_hidden
+
+    def _inputs(
+        self,
+        plan: StepPlan,
+        sequences: Mapping[int, Sequence],
+        logit_rows: list[int],
+        take_hidden: Callable[[torch.Tensor], None] | None,
+    ) -> ForwardInputs:
         ids: list[int] = []
         positions: list[int] = []
         query_starts = [0]
@@ -81,6 +110,7 @@ class Runner:
                 for chunk in plan.chunks
                 if chunk.state and chunk.state.save_to is not None
             ),
+            take_hidden=take_hidden,
             source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 

@@ -11,13 +11,21 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.config import EngineConfig
-from penstock.server import chat, completions, info, timeline
+from penstock.server import chat, completions, embeddings, info, responses, timeline, tokens
 from penstock.server.gate import Gate
 from penstock.server.problems import add_handlers
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
 
-ROUTERS = (info.router, chat.router, completions.router, timeline.router)
+ROUTERS = (
+    info.router,
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    tokens.router,
+    timeline.router,
+)
 
 
 def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:

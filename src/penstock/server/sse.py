@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -20,8 +22,8 @@ def event(data: BaseModel) -> bytes:
     return b"data: " + data.__pydantic_serializer__.to_json(data, exclude_unset=True) + b"\n\n"
 
 
-def named_event(name: str, data: BaseModel) -> bytes:
-    return f"event: {name}\n".encode() + event(data)
+def named_event(name: str, document: dict[str, Any]) -> bytes:
+    return f"event: {name}\n".encode() + b"data: " + to_json(document) + b"\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -15,6 +15,8 @@ from penstock.errors import InvalidPrompt
 from penstock.server.answers import CalledFunction, ToolCall
 from penstock.server.chat_asks import Function, Tool
 
+# JSON without free white space, of which a small model may never stop writing.
+ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _PROBE = [{"role": "user", "content": "?"}]
 _PROBE_TOOL = {"type": "function", "function": {"name": "a_probe", "description": "", "parameters": {}}}
 
@@ -59,7 +61,7 @@ def call_grammar(form: CallFormat, functions: Sequence[Function]) -> str:
         }
         for function in functions
     ]
-    schema = json.dumps({"anyOf": calls} if len(calls) > 1 else calls[0])
+    schema = json.dumps(({"anyOf": calls} if len(calls) > 1 else calls[0]) | ONE_LINE)
     opening = json.dumps(form.opening + "\n") + " " if form.opening else ""
     closing = " " + json.dumps("\n" + form.closing) if form.closing else ""
     return f"start: {opening}call{closing}\ncall: %json {schema}\n"
