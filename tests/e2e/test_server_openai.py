@@ -1,11 +1,18 @@
 """OpenAI's own client, unmodified, against a live server with the default model."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import httpx
 import openai
 import pytest
 from server_process import serving
 
 MODEL = "smollm2"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -219,3 +226,43 @@ def test_broken_bodies_and_unknown_paths_have_the_same_shape(server):
     missing = httpx.get(f"{server.url}/v1/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
+
+
+def test_chat_talks_to_a_server_and_remembers(server):
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "chat", "--url", server.url, "--max-tokens", "12"],
+        input="What is the capital of France?\nAnd what is it known for?\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris.")
+    first, second = re.findall(r"read (\d+) tokens \((\d+) of them cached\)", done.stderr)
+    assert int(second[0]) > int(first[0])
+    assert int(second[1]) >= 32
+
+
+def test_chat_says_when_there_is_no_server():
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "chat", "--url", "http://127.0.0.1:9"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "cannot be reached" in done.stderr
+
+
+def test_the_examples_run(server):
+    environment = os.environ | {"PENSTOCK_URL": server.url}
+    example = subprocess.run(
+        [sys.executable, EXAMPLES / "openai_client.py"], env=environment, capture_output=True, text=True
+    )
+    assert example.returncode == 0, example.stderr
+    assert "answer: The capital of France is Paris." in example.stdout
+    assert "schema: {" in example.stdout
+    assert "embedding: 576 numbers" in example.stdout
+    shell = subprocess.run([EXAMPLES / "curl.sh"], env=environment, capture_output=True, text=True)
+    assert shell.returncode == 0, shell.stderr
+    assert "[DONE]" in shell.stdout

@@ -120,6 +120,8 @@ def chat(
         list[str] | None, typer.Option("-f", "--file", help="A text file that the first message begins with.")
     ] = None,
     system: System = None,
+    url: Annotated[str | None, typer.Option(help="Talk to a server, such as http://127.0.0.1:8000.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="PENSTOCK_API_KEY")] = None,
     chunk_size: ChunkSize = None,
     overlap: Overlap = None,
     memory: Memory = None,
@@ -143,6 +145,11 @@ def chat(
     if files and "-" in files:
         raise InvalidSetting("In a chat standard input is the conversation. Give a file instead of -.")
     parts = _text_parts(files, None) if files else []
+    if url is not None:
+        from penstock.cli.remote import run_remote_chat
+
+        document = "\n\n".join("".join(part.pieces()) for part in parts)
+        raise typer.Exit(run_remote_chat(url, api_key, system=system, document=document, sampling=sampling))
     from penstock.cli.reading import run_chat
 
     raise typer.Exit(run_chat(model, config, parts, system=system, sampling=sampling))

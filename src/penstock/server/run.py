@@ -132,6 +132,7 @@ class Run:
         now = time.perf_counter()
         if isinstance(event, PrefillProgress) and choice == 0:
             self._progress = event
+            self._num_prompt_tokens = event.num_total_estimate
         elif isinstance(event, Token):
             before = self._last_token_at.get(choice)
             self._service.metrics.take_token(now - (self.arrived_at if before is None else before), before is None)
