@@ -40,7 +40,7 @@ class ServerProcess:
                 self._is_ready.set()
         self._is_ready.set()
 
-    def wait(self, timeout_s: float = 60) -> None:
+    def wait(self, timeout_s: float = 180) -> None:
         assert self._is_ready.wait(timeout_s)
         assert self.url, "".join(self.log)
 
