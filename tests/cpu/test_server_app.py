@@ -82,8 +82,15 @@ def test_stalls_are_what_a_step_takes_beyond_one_that_only_decodes():
 
     def step(*chunks, seconds):
         plan = StepPlan(
-            step=0, chunks=chunks, admitted=(), preempted=(), waiting=0, token_budget=64,
-            predicted_s=0.0, predicted_bytes=0, reason="",
+            step=0,
+            chunks=chunks,
+            admitted=(),
+            preempted=(),
+            waiting=0,
+            token_budget=64,
+            predicted_s=0.0,
+            predicted_bytes=0,
+            reason="",
         )
         result = StepResult(step=0, token_by_sequence={}, finished={}, elapsed_s=seconds, peak_bytes=0)
         return stalls.take_step(plan, result)
@@ -103,8 +110,15 @@ def test_a_stream_that_gets_no_token_suffers_the_whole_step():
     stalls.suffered_s[1] = 0.0
     chunk = Chunk(sequence_id=2, start=0, end=30, wants_logits=False, num_prompt_tokens=90)
     plan = StepPlan(
-        step=0, chunks=(chunk,), admitted=(), preempted=(), waiting=0, token_budget=64,
-        predicted_s=0.0, predicted_bytes=0, reason="",
+        step=0,
+        chunks=(chunk,),
+        admitted=(),
+        preempted=(),
+        waiting=0,
+        token_budget=64,
+        predicted_s=0.0,
+        predicted_bytes=0,
+        reason="",
     )
     stalls.take_step(plan, StepResult(step=0, token_by_sequence={}, finished={}, elapsed_s=0.3, peak_bytes=0))
     assert stalls.leave(1) == (0.3, 0)

@@ -159,7 +159,7 @@ def _chunk(chunk: Chunk) -> TraceChunk:
     )
 
 
-@router.get("/timeline")
+@router.get("/timeline", include_in_schema=False)
 async def timeline(request: Request, follow: bool = True) -> Response:
     """Steps as they happen, as server-sent events; with follow=false what is kept, as a trace file."""
     service = request.app.state.service
