@@ -28,6 +28,7 @@ class ServerProcess:
         )
         self.log: list[str] = []
         self.url = ""
+        self._client = httpx.Client(timeout=60)  # kept, because making one takes longer than asking
         self._is_ready = threading.Event()
         threading.Thread(target=self._read_log, daemon=True).start()
 
@@ -58,7 +59,7 @@ class ServerProcess:
         return True
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self._client.get(f"{self.url}/metrics").text
         found = re.search(rf"^penstock:{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, flags=re.MULTILINE)
         assert found, f"there is no metric {name}"
         return float(found[1])
@@ -68,7 +69,7 @@ class ServerProcess:
         while self.metric(name) != value:
             if time.monotonic() > until:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.005)
         return True
 
 

@@ -180,6 +180,8 @@ def serve(
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt that is taken.")] = None,
     max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 32,
     request_timeout_s: Annotated[float | None, typer.Option(help="Longest time of a request.")] = None,
+    keep_alive_s: Annotated[float, typer.Option(help="A silent stream gets a comment this often.")] = 10.0,
+    body_timeout_s: Annotated[float, typer.Option(help="Longest pause while a request's body is sent.")] = 60.0,
     drain_timeout_s: Annotated[float, typer.Option(help="After SIGTERM: time for running requests to end.")] = 30.0,
     chunk_size: ChunkSize = None,
     overlap: Overlap = None,
@@ -208,6 +210,8 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_body_bytes=max_body_mib * MIB,
         request_timeout_s=request_timeout_s,
+        keep_alive_s=keep_alive_s,
+        body_timeout_s=body_timeout_s,
         drain_timeout_s=drain_timeout_s,
     )
     raise typer.Exit(serve_until_told(settings, config))

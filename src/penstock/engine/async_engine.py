@@ -148,6 +148,10 @@ class AsyncEngine:
 
         self._call(forget)
 
+    def post(self, function: Callable[[], Any]) -> None:
+        """Runs `function` between two steps, after everything that was asked before; nobody waits for it."""
+        self._call(function)
+
     def resume(self, follower: Follower) -> None:
         """The follower has read most of what waited for it."""
 

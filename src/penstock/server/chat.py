@@ -22,7 +22,7 @@ from penstock.server.answers import (
 from penstock.server.chat_asks import ChatAsk
 from penstock.server.conversation import Conversation, Ended, Reply, Said
 from penstock.server.logprobs import chat_logprobs, prompt_logprobs
-from penstock.server.run import CLIENT_CLOSED_REQUEST, PROGRESS_PERIOD_S, Run, unless_disconnected
+from penstock.server.run import CLIENT_CLOSED_REQUEST, Run, unless_disconnected
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -33,10 +33,10 @@ async def chat_completions(ask: ChatAsk, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(ask.model)
     run = Run(service, request, priority=ask.priority or 0)
-    chat = Chat(Conversation(service, ask, run), keep_alive_s=service.settings.keep_alive_s)
+    chat = Chat(Conversation(service, ask, run))
     await chat.conversation.start()
     if ask.stream:
-        return sse.EventStream(chat.events(), request_id=run.request_id, close=run.close)
+        return run.streamed(chat.events())
     try:
         answer = await unless_disconnected(request, chat.answer())
     finally:
@@ -49,16 +49,15 @@ async def chat_completions(ask: ChatAsk, request: Request) -> Response:
 class Chat:
     """A conversation in the shape of chat completions."""
 
-    def __init__(self, conversation: Conversation, *, keep_alive_s: float) -> None:
+    def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self._ask, self._run = conversation.ask, conversation.run
         self._tokenizer = conversation.engine.tokenizer
-        self._keep_alive_s = keep_alive_s
         self._num_written = 0
         self._begun: set[int] = set()
 
     async def answer(self) -> ChatAnswer:
-        replies = await self.conversation.replies(PROGRESS_PERIOD_S)
+        replies = await self.conversation.replies()
         return ChatAnswer(
             **self._head("chat.completion"),
             choices=[self._choice(index, reply) for index, reply in enumerate(replies)],
@@ -67,7 +66,7 @@ class Chat:
 
     async def events(self) -> AsyncIterator[bytes]:
         ask = self._ask
-        async for part in self.conversation.parts(PROGRESS_PERIOD_S if ask.return_progress else self._keep_alive_s):
+        async for part in self.conversation.parts():
             if isinstance(part, Said):
                 yield sse.event(self._token_chunk(part))
             elif isinstance(part, Ended):
@@ -75,8 +74,8 @@ class Chat:
                     yield sse.event(self._chunk([choice], **self._running_usage()))
             elif ask.return_progress:
                 yield sse.event(self._chunk([], prompt_progress=self._run.progress()))
-            elif part is None:
-                yield sse.KEEP_ALIVE
+            else:
+                yield sse.NOTHING
         if ask.wants_usage:
             usage = Usage.of_outputs(self._run.ordered_outputs, ask.num_choices)
             yield sse.event(self._chunk([], usage=usage))

@@ -14,7 +14,7 @@ from penstock.server.answers import CompletionAnswer, CompletionChoice, Completi
 from penstock.server.asks import CompletionAsk
 from penstock.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.server.problems import NotHonoured
-from penstock.server.run import CLIENT_CLOSED_REQUEST, PROGRESS_PERIOD_S, Choice, Run, unless_disconnected
+from penstock.server.run import CLIENT_CLOSED_REQUEST, Choice, Run, unless_disconnected
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -27,7 +27,7 @@ async def completions(ask: CompletionAsk, request: Request) -> Response:
     completion = Completion(service, ask, Run(service, request, priority=ask.priority or 0))
     await completion.start()
     if ask.stream:
-        return sse.EventStream(completion.events(), request_id=completion.run.request_id, close=completion.run.close)
+        return completion.run.streamed(completion.events())
     try:
         answer = await unless_disconnected(request, completion.answer())
     finally:
@@ -72,13 +72,10 @@ class Completion:
 
     async def events(self) -> AsyncIterator[bytes]:
         ask = self._ask
-        wants_progress, period_s = bool(ask.return_progress), self._service.settings.keep_alive_s
-        async for happening in self.run.happenings(PROGRESS_PERIOD_S if wants_progress else period_s):
+        async for happening in self.run.happenings():
             if happening is None or isinstance(happening.event, PrefillProgress):
-                if wants_progress:
-                    yield sse.event(self._answer([], prompt_progress=self.run.progress()))
-                elif happening is None:
-                    yield sse.KEEP_ALIVE
+                progress = {"prompt_progress": self.run.progress()} if ask.return_progress else None
+                yield sse.event(self._answer([], **progress)) if progress else sse.NOTHING
             elif isinstance(happening.event, Token):
                 for choice in self._token_choices(happening.choice, happening.event):
                     yield sse.event(self._chunk([choice]))

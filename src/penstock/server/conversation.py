@@ -78,9 +78,9 @@ class Conversation:
             [Choice(prompt=self.prompt, settings=each, num_prompt_tokens=num_tokens) for each in settings_by_choice]
         )
 
-    async def parts(self, period_s: float) -> AsyncIterator[Said | Ended | PrefillProgress | None]:
+    async def parts(self) -> AsyncIterator[Said | Ended | PrefillProgress | None]:
         """What happens, one token at a time; None when nothing did for a period."""
-        async for happening in self.run.happenings(period_s):
+        async for happening in self.run.happenings():
             if happening is None:
                 yield None
                 continue
@@ -94,9 +94,9 @@ class Conversation:
             elif isinstance(event, Finished):
                 yield self._ended(happening.choice, event.output)
 
-    async def replies(self, period_s: float) -> list[Reply]:
+    async def replies(self) -> list[Reply]:
         texts, ends = [""] * self.ask.num_choices, {}
-        async for part in self.parts(period_s):
+        async for part in self.parts():
             if isinstance(part, Said | Ended):
                 texts[part.choice] += part.text
             if isinstance(part, Ended):

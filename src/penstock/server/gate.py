@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -13,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
-from penstock.server.problems import BodyTooLarge, WrongKey, problem_response
+from penstock.server.problems import BodyTooLarge, BodyTooSlow, WrongKey, problem_response
 from penstock.server.settings import ServerSettings
 
 log = logging.getLogger("penstock.server")
@@ -26,6 +27,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
+        self._body_timeout_s = settings.body_timeout_s
         self._key_digests = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,12 +69,16 @@ class Gate:
             raise WrongKey("The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.")
 
     def _bounded(self, receive: Receive) -> Receive:
-        num_received = 0
+        num_received, is_whole = 0, False
 
         async def bounded() -> Message:
-            nonlocal num_received
-            message = await receive()
+            nonlocal num_received, is_whole
+            try:
+                message = await (receive() if is_whole else asyncio.wait_for(receive(), self._body_timeout_s))
+            except TimeoutError:
+                raise BodyTooSlow(f"Nothing of the body came for {self._body_timeout_s:.0f} s.") from None
             num_received += len(message.get("body", b""))
+            is_whole = is_whole or not message.get("more_body", False)
             if num_received > self._max_body_bytes:
                 raise self._too_large()
             return message

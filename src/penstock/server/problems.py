@@ -44,6 +44,10 @@ class BodyTooLarge(PenstockError):
     status = 413
 
 
+class BodyTooSlow(PenstockError):
+    status = 408
+
+
 class UnknownModel(PenstockError):
     status = 404
 

@@ -14,7 +14,7 @@ from penstock.server.answers import PromptTokensDetails, ToolCall
 from penstock.server.conversation import Conversation, Ended, Reply, Said
 from penstock.server.problems import NotHonoured
 from penstock.server.response_asks import ResponseAsk
-from penstock.server.run import CLIENT_CLOSED_REQUEST, PROGRESS_PERIOD_S, Run, unless_disconnected
+from penstock.server.run import CLIENT_CLOSED_REQUEST, Run, unless_disconnected
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -111,10 +111,10 @@ async def responses(ask: ResponseAsk, request: Request) -> Response:
     except ValidationError as error:
         raise NotHonoured(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
     run = Run(service, request)
-    created = CreatedResponse(ask, Conversation(service, chat_ask, run), keep_alive_s=service.settings.keep_alive_s)
+    created = CreatedResponse(ask, Conversation(service, chat_ask, run))
     await created.conversation.start()
     if ask.stream:
-        return sse.EventStream(created.events(), request_id=run.request_id, close=run.close)
+        return run.streamed(created.events())
     try:
         answer = await unless_disconnected(request, created.answer())
     finally:
@@ -127,30 +127,29 @@ async def responses(ask: ResponseAsk, request: Request) -> Response:
 class CreatedResponse:
     """A conversation in the shape of a response."""
 
-    def __init__(self, ask: ResponseAsk, conversation: Conversation, *, keep_alive_s: float) -> None:
+    def __init__(self, ask: ResponseAsk, conversation: Conversation) -> None:
         self.conversation = conversation
         self._ask, self._run = ask, conversation.run
-        self._keep_alive_s = keep_alive_s
         self._message_id = f"msg_{self._run.request_id}"
         self._num_events = 0
 
     async def answer(self) -> ResponseAnswer:
-        (reply,) = await self.conversation.replies(PROGRESS_PERIOD_S)
+        (reply,) = await self.conversation.replies()
         return self._finished(reply)
 
     async def events(self) -> AsyncIterator[bytes]:
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
         said: list[str] = []
-        async for part in self.conversation.parts(self._keep_alive_s):
+        async for part in self.conversation.parts():
             if isinstance(part, Said | Ended) and part.text:
                 if not said:
                     for event in self._begin_message():
                         yield event
                 said.append(part.text)
                 yield self._text_event("delta", delta=part.text, logprobs=[])
-            elif part is None:
-                yield sse.KEEP_ALIVE
+            else:
+                yield sse.NOTHING
             if isinstance(part, Ended):
                 for event in self._end(part, "".join(said)):
                     yield event

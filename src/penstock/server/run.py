@@ -16,6 +16,7 @@ from penstock.request import Finished, Output, PrefillProgress, Token
 from penstock.server.answers import PromptProgress, Usage
 from penstock.server.problems import TimedOut
 from penstock.server.service import Service
+from penstock.server.sse import EventStream
 
 T = TypeVar("T")
 PROGRESS_PERIOD_S = 1.0
@@ -51,7 +52,8 @@ class Run:
         self.outputs: dict[int, Output] = {}
         self._service = service
         self._priority = priority
-        self._follower = service.engine.follower()
+        self._engine = service.engine
+        self._follower = self._engine.follower()
         self._choice_by_id: dict[int, int] = {}
         self._last_token_at: dict[int, float] = {}
         self._progress: PrefillProgress | None = None
@@ -72,8 +74,9 @@ class Run:
             raise
         self._num_prompt_tokens = choices[0].num_prompt_tokens
 
-    async def happenings(self, period_s: float) -> AsyncIterator[Happening | None]:
-        """Events until every choice has ended; None when nothing happened for a period."""
+    async def happenings(self) -> AsyncIterator[Happening | None]:
+        """Events until every choice has ended; None when nothing happened for a while, a second at most."""
+        period_s = min(PROGRESS_PERIOD_S, self._service.settings.keep_alive_s)
         while len(self.outputs) < len(self._choice_by_id):
             event = await self._follower.next(period_s)
             if event is None:
@@ -85,9 +88,14 @@ class Run:
 
     async def finish(self) -> list[Output]:
         """The outputs of all choices, in their order."""
-        async for _ in self.happenings(PROGRESS_PERIOD_S):
+        async for _ in self.happenings():
             pass
         return self.ordered_outputs
+
+    def streamed(self, events: AsyncIterator[bytes]) -> EventStream:
+        """The answer as a stream, whose end, whatever it is, ends the run."""
+        keep_alive_s = self._service.settings.keep_alive_s
+        return EventStream(events, request_id=self.request_id, keep_alive_s=keep_alive_s, close=self.close)
 
     @property
     def ordered_outputs(self) -> list[Output]:
@@ -116,10 +124,8 @@ class Run:
             return
         self._is_closed = True
         self._follower.close()
-        for request_id, choice in self._choice_by_id.items():
-            output, queue_time_s = self.outputs.get(choice), self._service.board.leave(request_id)
-            self._service.metrics.end_request(request_id, output, queue_time_s)
-            self._service.timeline.end(request_id, output.finish_reason if output else "cancelled")
+        # Between steps and after the cancellation: no plan names these requests from then on.
+        self._engine.post(self._leave)
         outputs = self.ordered_outputs
         self.facts |= {
             "prompt_tokens": self._num_prompt_tokens,
@@ -127,6 +133,13 @@ class Run:
             "completion_tokens": sum(len(output.token_ids) for output in outputs),
             "finish": outputs[0].finish_reason if outputs else "cancelled",
         }
+
+    def _leave(self) -> None:
+        service = self._service
+        for request_id, choice in self._choice_by_id.items():
+            output = self.outputs.get(choice)
+            service.metrics.end_request(request_id, output, service.board.leave(request_id))
+            service.timeline.end(request_id, output.finish_reason if output else "cancelled")
 
     def _note(self, choice: int, event: Event) -> None:
         now = time.perf_counter()

@@ -22,6 +22,7 @@ class ServerSettings:
     max_choices: int = 16
     request_timeout_s: float | None = None  # None: a request may take as long as it needs
     drain_timeout_s: float = 30.0
+    body_timeout_s: float = 60.0  # the longest pause while a body is sent
     keep_alive_s: float = 10.0  # a comment is sent when nothing else was for so long
 
     def __post_init__(self) -> None:
@@ -32,6 +33,9 @@ class ServerSettings:
             raise InvalidSetting(f"max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1.")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise InvalidSetting(f"request_timeout_s is {self.request_timeout_s}; it must be above 0.")
+        for name in ("keep_alive_s", "body_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidSetting(f"{name} is {getattr(self, name)}; it must be above 0.")
         if not 0 <= self.port < 65536:
             raise InvalidSetting(f"The port is {self.port}; it must be 0 (any free one) to 65535.")
         if any(not key for key in self.api_keys):

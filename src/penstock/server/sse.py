@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.server.problems import ProblemAnswer, problem_of
 
+NOTHING = b""  # given where there is nothing to send
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -27,12 +29,18 @@ def named_event(name: str, document: dict[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends what the iterator gives. A failure becomes an event; however it ends, `close` is called."""
+    """Sends what the iterator gives; where it gave nothing for a while, a comment.
+
+    A failure becomes an event, and however it ends, `close` is called.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncIterator[bytes], *, request_id: str, close: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: AsyncIterator[bytes], *, request_id: str, keep_alive_s: float, close: Callable[[], None]
+    ) -> None:
         self._parts = parts
+        self._keep_alive_s = keep_alive_s
         self._request_id = request_id
         self._close = close
         super().__init__(self._guarded(), headers=HEADERS)
@@ -45,8 +53,12 @@ class EventStream(StreamingResponse):
 
     async def _guarded(self) -> AsyncIterator[bytes]:
         try:
+            sent_at = time.monotonic()
             async for part in self._parts:
-                yield part
+                now = time.monotonic()
+                if part or now - sent_at >= self._keep_alive_s:
+                    sent_at = now
+                    yield part or KEEP_ALIVE
         except Exception as error:
             _, problem = problem_of(error, self._request_id)
             yield b"data: " + ProblemAnswer(error=problem).model_dump_json().encode() + b"\n\n"

@@ -172,6 +172,7 @@ async def timeline(request: Request, follow: bool = True) -> Response:
         async for line in service.timeline.watch():
             if service.is_draining:
                 return
-            yield b"data: " + line + b"\n" if line else sse.KEEP_ALIVE
+            yield b"data: " + line + b"\n" if line else sse.NOTHING
 
-    return sse.EventStream(events(), request_id=request.scope["state"]["request_id"], close=lambda: None)
+    request_id, keep_alive_s = request.scope["state"]["request_id"], service.settings.keep_alive_s
+    return sse.EventStream(events(), request_id=request_id, keep_alive_s=keep_alive_s, close=lambda: None)
