@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -64,9 +64,15 @@ class ServerProcess:
         assert found, f"there is no metric {name}"
         return float(found[1])
 
-    def metric_becomes(self, name: str, value: float, timeout_s: float = 20) -> bool:
+    def metric_becomes(self, name: str, value: float, timeout_s: float = 60) -> bool:
+        return self._waits(lambda: self.metric(name) == value, timeout_s)
+
+    def metric_reaches(self, name: str, value: float, timeout_s: float = 60) -> bool:
+        return self._waits(lambda: self.metric(name) >= value, timeout_s)
+
+    def _waits(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
-        while self.metric(name) != value:
+        while not holds():
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)

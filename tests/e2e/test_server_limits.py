@@ -85,15 +85,18 @@ def test_whoever_waits_is_told_its_place(server, folder):
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_leaving_cancels_and_a_retry_resumes(server, folder, is_streamed):
-    given = body(folder, 960, prompt_seed=20 + is_streamed, stream=is_streamed)
+    """Three prompts, read one after the other, take long enough to leave in the middle, however busy the machine is."""
+    prompts = [prompt(960, seed=20 + 3 * is_streamed + index) for index in range(3)]
+    given = body(folder, prompt=prompts, stream=is_streamed)
     num_cancelled = server.metric("request_cancelled_total")
+    num_chunks = server.metric("prefill_chunk_tokens_count")
     with posting(server, given):
-        assert server.metric_becomes("num_requests_running", 1)
+        assert server.metric_reaches("prefill_chunk_tokens_count", num_chunks + 20)
     assert idle(server)
-    assert server.metric_becomes("request_cancelled_total", num_cancelled + 1)
+    assert server.metric_reaches("request_cancelled_total", num_cancelled + 1)
     assert server.metric("kv_cache_usage_perc") == 0
     assert server.logs('"finish": "cancelled"')
-    again = complete(server, given | {"stream": False}).json()
+    again = complete(server, given | {"stream": False, "prompt": prompts[0]}).json()
     assert 0 < again["usage"]["prompt_tokens_details"]["cached_tokens"] < 960
     assert again["usage"]["prompt_tokens"] == 960
 
