@@ -41,6 +41,7 @@ evidence: setup
 	$(BIN)/python scripts/reading_speed.py
 	$(BIN)/python scripts/seq2seq_table.py
 	$(BIN)/python scripts/lane_table.py
+	$(BIN)/python scripts/server_load.py
 
 clean:
 	rm -rf $(VENV) dist site

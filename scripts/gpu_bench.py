@@ -266,7 +266,7 @@ def host_times(bench: Bench) -> None:
             plan = engine.scheduler.next_step()
             assert plan is not None
             times.append(time.perf_counter())
-            inputs = engine._runner._inputs(plan, engine.scheduler.sequences, [length - 1])
+            inputs = engine._runner._inputs(plan, engine.scheduler.sequences, [length - 1], None)
             times.append(time.perf_counter())
             engine.model.lane.run(inputs)
             times.append(time.perf_counter())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.errors import InvalidSetting, PenstockError
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
+Pooling = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +28,36 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: the chosen token's; n: with n alternatives
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0  # before these are written, neither an end token nor a stop string ends the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    grammar: str | None = None  # what the answer must match, as llguidance writes it
+    pooling: Pooling | None = None  # None: no embedding is made
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Of the prompt: something is made from each, so that none may come from the prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> SamplingParams:
+        """From arguments as users give them; a name that does not exist is refused."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            names = ", ".join(sorted(known))
+            raise InvalidSetting(f"There is no sampling setting {unknown[0]!r}; known ones are {names}.")
+        stop, bias = values.get("stop"), values.get("logit_bias")
+        if stop is not None or "stop" in values:
+            values = values | {"stop": (stop,) if isinstance(stop, str) else tuple(stop or ())}
+        if isinstance(bias, Mapping):
+            values = values | {"logit_bias": tuple(bias.items())}
+        return cls(**values)
 
     @property
     def is_likeliest(self) -> bool:
         """Whether each token is the likeliest one of the model itself: no history and no chance is needed for it."""
         is_plain = self.repetition_penalty == 1 and not self.frequency_penalty and not self.presence_penalty
-        return self.temperature == 0 and is_plain
+        is_free = not self.min_tokens and not self.logit_bias and self.grammar is None
+        return self.temperature == 0 and is_plain and is_free
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -50,6 +76,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(name, value, value is None or 0 <= value <= 20, "0 to 20, or left out")
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
+        for _, amount in self.logit_bias:
+            _require("logit_bias", amount, -100 <= amount <= 100, "-100 to 100 for each token")
 
 
 def _require(name: str, value: object, holds: bool, limit: str) -> None:
@@ -303,6 +332,7 @@ class Output:
     predicted_peak_bytes: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+    embedding: tuple[float, ...] | None = None  # of length 1
 
     @property
     def num_prompt_chunks(self) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +40,7 @@ class ForwardInputs:
     state_slots: tuple[int, ...] = ()  # of each chunk, where the model has recurrent state
     state_loads: tuple[tuple[int | None, int], ...] = ()  # (from, to) before the step; from None: zeros
     state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
+    take_hidden: Callable[[torch.Tensor], None] | None = None  # gets the last hidden states, [T, M]; None: nobody asks
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
     media: MediaInputs | None = None  # None: tokens only
 

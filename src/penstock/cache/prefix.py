@@ -47,6 +47,16 @@ class PrefixCache:
             self._hash_by_block[block] = block_hash
             self.pool.keep_content(block)
 
+    def num_known(self, tokens: Sequence[int], root: bytes, block_size: int) -> int:
+        """How many tokens from the first on somebody computed, in whole blocks; at least one is left to compute."""
+        known, previous = 0, root
+        while known + block_size < len(tokens):
+            previous = chain_hash(previous, tokens[known : known + block_size])
+            if previous not in self:
+                break
+            known += block_size
+        return known
+
     def clear(self) -> None:
         """Forgets every prefix that no running sequence holds."""
         self.pool.drop_cached()

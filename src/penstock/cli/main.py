@@ -120,6 +120,8 @@ def chat(
         list[str] | None, typer.Option("-f", "--file", help="A text file that the first message begins with.")
     ] = None,
     system: System = None,
+    url: Annotated[str | None, typer.Option(help="Talk to a server, such as http://127.0.0.1:8000.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="PENSTOCK_API_KEY")] = None,
     chunk_size: ChunkSize = None,
     overlap: Overlap = None,
     memory: Memory = None,
@@ -143,9 +145,76 @@ def chat(
     if files and "-" in files:
         raise InvalidSetting("In a chat standard input is the conversation. Give a file instead of -.")
     parts = _text_parts(files, None) if files else []
+    if url is not None:
+        from penstock.cli.remote import run_remote_chat
+
+        document = "\n\n".join("".join(part.pieces()) for part in parts)
+        raise typer.Exit(run_remote_chat(url, api_key, system=system, document=document, sampling=sampling))
     from penstock.cli.reading import run_chat
 
     raise typer.Exit(run_chat(model, config, parts, system=system, sampling=sampling))
+
+
+@app.command()
+def serve(
+    context_of_call: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is reachable from other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that requests must bring; may be given several times.", envvar="PENSTOCK_API_KEY"),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may ask, such as https://example.org.")
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option(help="How prompts and streams share steps: interleaved, prefill-first, ...")
+    ] = None,
+    latency_target_ms: Annotated[float | None, typer.Option(help="Longest step beside running streams.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Most requests served at once.")] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Most requests in the queue; more are answered with 429.")
+    ] = None,
+    max_waiting_tokens: Annotated[int | None, typer.Option(help="Most prompt tokens in the queue.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt that is taken.")] = None,
+    max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 32,
+    request_timeout_s: Annotated[float | None, typer.Option(help="Longest time of a request.")] = None,
+    keep_alive_s: Annotated[float, typer.Option(help="A silent stream gets a comment this often.")] = 10.0,
+    body_timeout_s: Annotated[float, typer.Option(help="Longest pause while a request's body is sent.")] = 60.0,
+    drain_timeout_s: Annotated[float, typer.Option(help="After SIGTERM: time for running requests to end.")] = 30.0,
+    chunk_size: ChunkSize = None,
+    overlap: Overlap = None,
+    memory: Memory = None,
+    context: Context = None,
+    lane: LaneId = None,
+    strict: Strict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+) -> None:
+    """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
+    config = _config(context_of_call)
+    try:
+        from penstock.server.process import serve as serve_until_told
+        from penstock.server.settings import MIB, ServerSettings
+    except ModuleNotFoundError as error:
+        raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
+
+    settings = ServerSettings(
+        model=model,
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        max_prompt_tokens=max_prompt_tokens,
+        max_body_bytes=max_body_mib * MIB,
+        request_timeout_s=request_timeout_s,
+        keep_alive_s=keep_alive_s,
+        body_timeout_s=body_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+    )
+    raise typer.Exit(serve_until_told(settings, config))
 
 
 @app.command()

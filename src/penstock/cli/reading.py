@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from penstock.cli.report import RunReport
+from penstock.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, MB, Interrupt, ReadingBar, ask_user
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.feed import TokenFeed
@@ -19,66 +18,6 @@ from penstock.engine.loading import load_model
 from penstock.errors import PenstockError
 from penstock.prompt.source import TextPart
 from penstock.request import Finished, Output, PrefillProgress, Token
-
-EXIT_OK, EXIT_INTERRUPTED = 0, 130
-MB = 1e6
-
-
-class Interrupt:
-    """The first Ctrl-C asks to stop at the next chunk; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-
-    @contextmanager
-    def watching(self) -> Generator[Interrupt]:
-        previous = signal.signal(signal.SIGINT, self._request)
-        try:
-            yield self
-        finally:
-            signal.signal(signal.SIGINT, previous)
-
-    def _request(self, number: int, frame: object) -> None:
-        if self.is_requested:
-            raise KeyboardInterrupt
-        self.is_requested = True
-
-
-class ReadingBar:
-    """Tokens done, tokens/s, ETA, memory now and predicted peak; on stderr."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("reading"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[done]}"),
-            TextColumn("{task.fields[speed]}"),
-            TextColumn("{task.fields[memory]}"),
-            console=console,
-            expand=True,
-            transient=True,
-        )
-        self._task: Any = None
-
-    def update(self, event: PrefillProgress) -> None:
-        if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task("reading", done="", speed="", memory="", total=None)
-        about = "" if event.num_total is not None else "~"
-        self._progress.update(
-            self._task,
-            total=event.num_total_estimate,
-            completed=event.num_computed,
-            done=f"{event.num_computed:,}/{about}{event.num_total_estimate:,} tokens",
-            speed=f"{event.tokens_per_s:,.0f} tok/s, {_duration(event.eta_s)} left",
-            memory=f"{event.memory_bytes / MB:,.0f} MB of {event.predicted_peak_bytes / MB:,.0f}",
-            refresh=True,
-        )
-
-    def close(self) -> None:
-        if self._task is not None:
-            self._progress.stop()
-            self._task = None
 
 
 def run_once(
@@ -117,7 +56,7 @@ def run_chat(
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     with _loaded(model, config, console) as engine:
         console.print(f"{model} on {engine.lane.id}. An empty line or Ctrl-D ends the chat.", style="dim")
-        while text := _ask(console):
+        while text := ask_user(console):
             content = f"{document}\n\n{text}" if document else text
             messages.append({"role": "user", "content": content})
             try:
@@ -197,16 +136,3 @@ def _summarize(console: Console, output: Output) -> None:
         f"peak {output.peak_bytes / MB:,.0f} MB (predicted {output.predicted_peak_bytes / MB:,.0f})",
         style="dim",
     )
-
-
-def _ask(console: Console) -> str:
-    try:
-        return console.input("[bold]> [/bold]").strip()
-    except (EOFError, KeyboardInterrupt):
-        console.print()
-        return ""
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -17,16 +17,54 @@ from penstock.request import Failed, Finished, Output
 MOST_UNREAD, FEW_UNREAD = 256, 64
 
 
-class _Reader:
-    """The events of one request on their way from the step thread to the task that reads them."""
+class Follower:
+    """Requests of one asker: their events on the way from the step thread to the task that reads them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        self.is_paused = False
-        self._loop = loop
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self._open: set[int] = set()
+        self.paused: set[int] = set()
+
+    async def submit(self, prompt: Prompt, **settings: Any) -> int:
+        """One more request to follow; refusals are raised here."""
+        # Shielded: a submission that happens while its task is cancelled must still be found and aborted.
+        submission = asyncio.ensure_future(self._engine.begin(self, prompt, settings))
+        try:
+            request_id = await asyncio.shield(submission)
+        except asyncio.CancelledError:
+            submission.add_done_callback(lambda done: None if done.exception() else self._engine.forget(done.result()))
+            raise
+        self._open.add(request_id)
+        return request_id
+
+    async def next(self, timeout_s: float | None = None) -> Event | None:
+        """What happens next; None if nothing does in that time. A failure is raised."""
+        try:
+            event = await asyncio.wait_for(self._events.get(), timeout_s) if timeout_s else await self._events.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, BaseException):
+            raise event
+        if self.paused and self.num_unread <= FEW_UNREAD:
+            self._engine.resume(self)
+        if isinstance(event, Finished):
+            self._open.discard(event.request_id)
+        return event
+
+    def close(self) -> None:
+        """Ends what still runs; takes effect within one chunk."""
+        while self._open:
+            self._engine.forget(self._open.pop())
+
+    @property
+    def num_unread(self) -> int:
+        return self._events.qsize()
 
     def put(self, event: Event | BaseException) -> None:
-        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+        """Called by the step thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
 class AsyncEngine:
@@ -34,11 +72,12 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, Follower] = {}
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._wakes = threading.Condition()
         self._is_closing = False
         self._is_draining = False
+        self._is_over = False  # calls are made no more
         self._thread = threading.Thread(target=self._run, name="penstock-steps", daemon=True)
         self._thread.start()
 
@@ -46,36 +85,21 @@ class AsyncEngine:
     def load(cls, model: str = DEFAULT_MODEL, **settings: Any) -> AsyncEngine:
         return cls(Engine.load(model, **settings))
 
+    def follower(self) -> Follower:
+        """To follow one request or several together; close it when done."""
+        return Follower(self)
+
     async def stream(self, prompt: Prompt, **sampling: Any) -> AsyncIterator[Event]:
         """Progress, tokens and the end of one request. Leaving the iterator, or cancelling its task, cancels it."""
-        reader = _Reader(asyncio.get_running_loop())
-
-        def submit() -> int:
-            if self._is_draining:
-                raise EngineClosed("The engine is shutting down and takes no more requests.")
-            request_id = self.engine.submit(prompt, **sampling)
-            self._readers[request_id] = reader
-            return request_id
-
-        # Shielded: a submission that happens while its task is cancelled must still be found and aborted.
-        submission = asyncio.ensure_future(asyncio.wrap_future(self._call(submit)))
+        follower = self.follower()
+        await follower.submit(prompt, **sampling)
         try:
-            request_id = await asyncio.shield(submission)
-        except asyncio.CancelledError:
-            submission.add_done_callback(lambda done: self._forget(done.result()) if not done.exception() else None)
-            raise
-        try:
-            while True:
-                event = await reader.events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                if reader.is_paused and reader.events.qsize() <= FEW_UNREAD:
-                    self._call(lambda: self._pause(request_id, reader, is_paused=False))
+            while (event := await follower.next()) is not None:
                 yield event
                 if isinstance(event, Finished):
                     return
         finally:
-            self._forget(request_id)
+            follower.close()
 
     async def generate(self, prompt: Prompt, **sampling: Any) -> Output:
         async for event in self.stream(prompt, **sampling):
@@ -98,14 +122,24 @@ class AsyncEngine:
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._wakes:
-            if self._is_draining and not self._thread.is_alive():
+            if self._is_over:
                 future.set_exception(EngineClosed("The engine is closed. Start it again."))
                 return future
             self._calls.append((function, future))
             self._wakes.notify()
         return future
 
-    def _forget(self, request_id: int) -> None:
+    async def begin(self, follower: Follower, prompt: Prompt, settings: dict[str, Any]) -> int:
+        def submit() -> int:
+            if self._is_draining:
+                raise EngineClosed("The engine is shutting down and takes no more requests.")
+            request_id = self.engine.submit(prompt, **settings)
+            self._readers[request_id] = follower
+            return request_id
+
+        return await asyncio.wrap_future(self._call(submit))
+
+    def forget(self, request_id: int) -> None:
         """Ends the request if it still runs; takes effect within one chunk."""
 
         def forget() -> None:
@@ -113,6 +147,19 @@ class AsyncEngine:
             self.engine.abort(request_id)
 
         self._call(forget)
+
+    def post(self, function: Callable[[], Any]) -> None:
+        """Runs `function` between two steps, after everything that was asked before; nobody waits for it."""
+        self._call(function)
+
+    def resume(self, follower: Follower) -> None:
+        """The follower has read most of what waited for it."""
+
+        def resume() -> None:
+            while follower.paused:
+                self.engine.scheduler.pause(follower.paused.pop(), is_paused=False)
+
+        self._call(resume)
 
     def _run(self) -> None:
         while self._wait_for_work():
@@ -127,6 +174,8 @@ class AsyncEngine:
                 continue
             for event in events:
                 self._hand_out(event)
+        with self._wakes:
+            self._is_over = True
         self._make_calls()
         self.engine.close()
 
@@ -159,12 +208,9 @@ class AsyncEngine:
         reader.put(event.error if isinstance(event, Failed) else event)
         if isinstance(event, (Failed, Finished)):
             del self._readers[event.request_id]
-        elif not reader.is_paused and reader.events.qsize() >= MOST_UNREAD:
-            self._pause(event.request_id, reader, is_paused=True)
-
-    def _pause(self, request_id: int, reader: _Reader, *, is_paused: bool) -> None:
-        reader.is_paused = is_paused
-        self.engine.scheduler.pause(request_id, is_paused=is_paused)
+        elif event.request_id not in reader.paused and reader.num_unread >= MOST_UNREAD:
+            reader.paused.add(event.request_id)
+            self.engine.scheduler.pause(event.request_id, is_paused=True)
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: the requests in it cannot be trusted to go on."""

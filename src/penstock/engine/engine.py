@@ -6,33 +6,31 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
+from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
+from penstock.engine.grammar import Grammars
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.runner import Runner, StepLogits
-from penstock.engine.sampler import Sampler, token_logprob
+from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import MediaPrompt
 from penstock.lanes.media_intake import PromptLimits
-from penstock.plan.machine import peak_resident_bytes, resident_bytes
+from penstock.plan.machine import peak_resident_bytes
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.prompt.source import TextPart
-from penstock.prompt.tokens import Detokenizer
 from penstock.request import (
-    Chunk,
     ChunkRecord,
     Failed,
     Finished,
@@ -45,7 +43,6 @@ from penstock.request import (
     StepPlan,
     StepResult,
     Token,
-    TokenLogprob,
 )
 from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
@@ -55,28 +52,6 @@ Event = PrefillProgress | Token | Failed | Finished
 Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
 
 
-@dataclass(slots=True, kw_only=True)
-class _Active:
-    """What the engine keeps beside a running sequence: how its text is made, and its times."""
-
-    request: Request
-    feed: TokenFeed | None
-    sampler: Sampler
-    detokenizer: Detokenizer
-    stop: StopText
-    token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
-    chunks: list[ChunkRecord] = field(default_factory=list)
-    num_cached: int = 0
-    num_computed: int = 0
-    started_at: float | None = None
-    first_token_at: float | None = None
-    predicted_bytes: int = 0
-    media: MediaPrompt | None = None  # None: the lane reads text only
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flight:
     """A step that runs, or waits on the device for the one before it."""
@@ -84,13 +59,6 @@ class _Flight:
     plan: StepPlan
     logits: StepLogits
     started_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    token: int
-    finish: FinishReason | None
-    event: Token
 
 
 class Engine:
@@ -140,16 +108,18 @@ class Engine:
             refuse_too_long=self._refuse_too_long,
             capacity=self.scheduler.capacity,
         )
+        self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
         # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
         runs_ahead = model.device.type == "cuda" and model.source is None and model.media is None
         self.most_in_flight = 2 if runs_ahead else 1
         self._flights: deque[_Flight] = deque()
-        self._active: dict[int, _Active] = {}
+        self._active: dict[int, Active] = {}
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
         self._new_events: list[Event] = []
         self._next_id = 0
         self._is_closed = False
+        self.on_plan: Callable[[StepPlan], None] | None = None
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
         if config.latency_target_ms is not None:
             self.scheduler.budget.cost = calibrate(self)
@@ -263,7 +233,8 @@ class Engine:
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
-        params = _sampling_params(sampling)
+        params = SamplingParams.of(sampling)
+        self._refuse_impossible(params)
         if isinstance(prompt, TokenFeed) and (self.model.source is not None or self.model.media is not None):
             prompt = prompt.take_all(self._refuse_too_long)
         media = self._media_prompt(prompt, images)
@@ -303,12 +274,13 @@ class Engine:
             atomic_spans=atomic_spans,
             media_keys=() if media is None else media.media_keys,
         )
+        grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self.scheduler.submit(request)
         self._next_id += 1
-        self._active[request.id] = _Active(
+        self._active[request.id] = Active(
             request=request,
             feed=feed,
-            sampler=Sampler(params),
+            sampler=Sampler(params, eos_ids=self.model.eos_ids, grammar=grammar),
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
             media=media,
@@ -343,6 +315,8 @@ class Engine:
         plan = self.scheduler.next_step()
         if plan is None:
             return False
+        if self.on_plan is not None:
+            self.on_plan(plan)
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
             self._expect_media(request_id)
@@ -412,6 +386,13 @@ class Engine:
             raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {size - 1}.")
         return tokens
 
+    def _refuse_impossible(self, params: SamplingParams) -> None:
+        if params.pooling is not None and not self.lane.gives_hidden:
+            raise InvalidSetting(f"The lane {self.lane.id} gives no hidden states, so that no embedding can be made.")
+        limit = self.model.spec.vocab_size - 1
+        if wrong := next((token for token, _ in params.logit_bias if not 0 <= token <= limit), None):
+            raise InvalidSetting(f"logit_bias names token {wrong}; token ids are whole numbers from 0 to {limit}.")
+
     def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
         """The prompt as the lane reads it, where that reads images; its images are encoded here."""
         reader = self.model.media
@@ -465,9 +446,9 @@ class Engine:
                     self._emit(Failed(request_id=sequence.id, error=error))
                     self.abort(sequence.id)
 
-    def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, _Choice]:
+    def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, Choice]:
         likeliest = logits.likeliest_tokens()
-        chosen: dict[int, _Choice] = {}
+        chosen: dict[int, Choice] = {}
         for chunk in plan.chunks:
             sequence = self.scheduler.sequences[chunk.sequence_id]
             if sequence.is_leaving:
@@ -475,34 +456,21 @@ class Engine:
             active = self._active[sequence.id]
             rows = logits[sequence.id]
             if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
-                self._note_prompt_logprobs(active, sequence.tokens, sequence.num_computed, rows)
+                active.note_prompt_logprobs(sequence.tokens, sequence.num_computed, rows)
+            if sequence.id in logits.pooled and not active.token_ids:
+                active.note_pooled(logits.pooled[sequence.id], is_first=sequence.num_computed == 0)
             if chunk.wants_logits:
                 token = likeliest[sequence.id]
                 if not active.request.sampling.is_likeliest:
                     prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
                     token = active.sampler.sample(rows[-1], prompt, active.token_ids)
+                is_full = self._is_full(active, len(sequence.tokens) + 1)
                 logprob = active.sampler.logprob(rows[-1], token)
-                chosen[sequence.id] = self._choice(active, token, logprob, len(sequence.tokens) + 1)
+                is_end = token in self.model.eos_ids
+                chosen[sequence.id] = active.choose(token, logprob, is_end=is_end, is_full=is_full)
         return chosen
 
-    def _choice(self, active: _Active, token: int, logprob: TokenLogprob | None, num_tokens: int) -> _Choice:
-        """The token as text, and whether the answer ends with it: a stop string may end it in the middle of one."""
-        sampling = active.request.sampling
-        is_end = token in self.model.eos_ids and not sampling.ignore_eos
-        text = "" if is_end else active.stop.push(active.detokenizer.push(token))
-        finish: FinishReason | None = "stop" if is_end or active.stop.is_stopped else None
-        if finish is None and (len(active.token_ids) + 1 >= sampling.max_tokens or self._is_full(active, num_tokens)):
-            finish = "length"
-        if finish is not None:
-            text += active.stop.push(active.detokenizer.flush()) + active.stop.flush()
-        active.token_ids.append(token)
-        active.text.append(text)
-        if logprob is not None:
-            active.logprobs.append(logprob)
-        event = Token(request_id=active.request.id, token_id=token, text=text, logprob=logprob)
-        return _Choice(token=token, finish=finish, event=event)
-
-    def _is_full(self, active: _Active, num_tokens: int) -> bool:
+    def _is_full(self, active: Active, num_tokens: int) -> bool:
         request = active.request
         if request.source is not None and (limit := request.source.max_answer_tokens) is not None:
             return num_tokens - request.source.num_positions >= limit
@@ -512,14 +480,6 @@ class Engine:
         if self.model.source is not None:
             self.model.source.refuse_too_long(num_tokens)
         self.scheduler.refuse_too_long(num_tokens)
-
-    def _note_prompt_logprobs(self, active: _Active, tokens: list[int], first: int, rows: torch.Tensor) -> None:
-        """Row i holds what the model expects after position first + i."""
-        num_alternatives = active.request.sampling.prompt_logprobs or 0
-        for index, row in enumerate(rows):
-            position = first + index + 1
-            if position < len(tokens):
-                active.prompt_logprobs.append(token_logprob(row, tokens[position], num_alternatives))
 
     def _record(self, plan: StepPlan, result: StepResult, started_at: float) -> None:
         """Times and progress of the step's chunks, read from the plan and the result."""
@@ -535,34 +495,9 @@ class Engine:
             if active.first_token_at is None:
                 active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=result.elapsed_s * 1e3))
                 active.num_computed = max(active.num_computed, chunk.end)
-                self._emit(self._progress(active, chunk, now))
+                self._emit(active.progress(chunk, now))
             if chunk.wants_logits and active.first_token_at is None:
                 active.first_token_at = now
-
-    def _progress(self, active: _Active, chunk: Chunk, now: float) -> PrefillProgress:
-        feed = active.feed
-        total = chunk.num_prompt_tokens if feed is None else chunk.num_prompt_tokens or feed.num_total
-        estimate = max(total or (feed.num_total_estimate if feed else 0), chunk.end)
-        num_computed = active.num_computed
-        if active.request.source is not None:
-            total = estimate = active.request.source.num_tokens
-            num_computed = active.request.num_read(num_computed)
-        elapsed = now - (active.started_at or now)
-        speed = (num_computed - active.num_cached) / elapsed if elapsed > 0 else 0.0
-        return PrefillProgress(
-            request_id=active.request.id,
-            num_computed=num_computed,
-            num_cached=active.num_cached,
-            num_total=total,
-            num_total_estimate=estimate,
-            chunk_start=chunk.start,
-            chunk_end=chunk.end,
-            elapsed_s=elapsed,
-            tokens_per_s=speed,
-            eta_s=(estimate - num_computed) / speed if speed > 0 else 0.0,
-            memory_bytes=resident_bytes(),
-            predicted_peak_bytes=active.predicted_bytes,
-        )
 
     def _emit(self, event: Event) -> None:
         self._new_events.append(event)
@@ -579,27 +514,7 @@ class Engine:
 
     def _finish(self, request_id: int, reason: FinishReason) -> None:
         self.model.lane.release(request_id)
-        active = self._active.pop(request_id)
-        request, sampling = active.request, active.request.sampling
-        now = time.perf_counter()
-        first = active.first_token_at
-        output = Output(
-            request_id=request_id,
-            text="".join(active.text),
-            token_ids=tuple(active.token_ids),
-            finish_reason=reason,
-            num_prompt_tokens=request.num_read(len(request.prompt)) if active.feed is None else active.feed.num_given,
-            num_computed_tokens=request.num_read(active.num_computed),
-            num_cached_tokens=active.num_cached,
-            chunks=tuple(active.chunks),
-            ttft_s=None if first is None else first - active.request.arrived_at,
-            prefill_s=(first or now) - (active.started_at or now),
-            decode_s=0.0 if first is None else now - first,
-            peak_bytes=peak_resident_bytes(),
-            predicted_peak_bytes=active.predicted_bytes,
-            logprobs=None if sampling.logprobs is None else tuple(active.logprobs),
-            prompt_logprobs=None if sampling.prompt_logprobs is None else tuple(active.prompt_logprobs),
-        )
+        output = self._active.pop(request_id).output(reason, time.perf_counter())
         self._emit(Finished(request_id=request_id, output=output))
 
     def _chunk_limit(self, start: int, resident_tokens: int, wanted: int) -> int:
@@ -636,14 +551,3 @@ class Engine:
                 f"The prompt has {num_tokens} tokens and this model must read it whole ({self.lane.reason}); the "
                 f"memory budget allows {allowed}. Shorten it or raise --memory."
             )
-
-
-def _sampling_params(values: dict[str, Any]) -> SamplingParams:
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    if unknown := sorted(set(values) - known):
-        raise InvalidSetting(f"There is no sampling setting {unknown[0]!r}; known ones are {', '.join(sorted(known))}.")
-    if isinstance(values.get("stop"), str):
-        values["stop"] = (values["stop"],)
-    elif "stop" in values:
-        values["stop"] = tuple(values["stop"] or ())
-    return SamplingParams(**values)

@@ -27,10 +27,14 @@ class PromptReader:
     def text_tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=True)
 
-    def message_tokens(self, messages: Sequence[Message]) -> list[int]:
+    def message_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """`variables`: what the template may know besides the messages, such as tools."""
+        return self.tokenizer.encode(self.rendered(messages, **variables), add_special_tokens=False)
+
+    def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
             raise InvalidPrompt("The model has no chat template, so messages cannot be rendered. Give a text instead.")
-        return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
+        return self.template.render(messages, **variables)
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts. What cannot fit is refused here where its length can be known."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -24,12 +24,14 @@ class StepLogits(Mapping[int, torch.Tensor]):
         self,
         logits: torch.Tensor,
         rows_by_sequence: Mapping[int, slice],
+        pooled: Mapping[int, torch.Tensor],
         choosing: Sequence[int],
         begun: torch.cuda.Event | None,  # when the device began the step; None: the host computes it itself
     ) -> None:
         self._logits = logits
         self._begun = begun
         self._rows = rows_by_sequence
+        self.pooled = pooled  # of the sequences that want an embedding: the sum, or the last, of the chunk's states
         self.place_by_sequence = {sequence_id: place for place, sequence_id in enumerate(choosing)}
         last_rows = [rows_by_sequence[sequence_id].stop - 1 for sequence_id in choosing]
         if len(last_rows) < len(logits):
@@ -83,16 +85,43 @@ class Runner:
             rows_by_sequence[chunk.sequence_id] = slice(len(logit_rows), len(logit_rows) + len(wanted))
             logit_rows += wanted
             row += chunk.num_tokens
+        pooled: dict[int, torch.Tensor] = {}
         begun = None
         if self.device.type == "cuda":
             begun = torch.cuda.Event(enable_timing=True)
             begun.record()
-        logits = self.lane.run(self._inputs(plan, sequences, logit_rows))
+        logits = self.lane.run(self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled)))
         choosing = [chunk.sequence_id for chunk in plan.chunks if chunk.wants_logits]
-        self._last = StepLogits(logits, rows_by_sequence, choosing, begun)
+        self._last = StepLogits(logits, rows_by_sequence, pooled, choosing, begun)
         return self._last
 
-    def _inputs(self, plan: StepPlan, sequences: Mapping[int, SequenceState], logit_rows: list[int]) -> ForwardInputs:
+    def _pooling(
+        self, plan: StepPlan, sequences: Mapping[int, SequenceState], pooled: dict[int, torch.Tensor]
+    ) -> Callable[[torch.Tensor], None] | None:
+        if not any(sequences[chunk.sequence_id].request.sampling.pooling for chunk in plan.chunks):
+            return None
+
+        def take_hidden(hidden_TM: torch.Tensor) -> None:
+            end = 0
+            for chunk in plan.chunks:
+                end += chunk.num_tokens
+                sequence = sequences[chunk.sequence_id]
+                # Rows of an overlap were counted before.
+                first = end - (chunk.end - max(chunk.start, sequence.num_computed))
+                if sequence.request.sampling.pooling == "mean":
+                    pooled[sequence.id] = hidden_TM[first:end].sum(0, dtype=torch.float32)
+                elif sequence.request.sampling.pooling == "last":
+                    pooled[sequence.id] = hidden_TM[end - 1].float()
+
+        return take_hidden
+
+    def _inputs(
+        self,
+        plan: StepPlan,
+        sequences: Mapping[int, SequenceState],
+        logit_rows: list[int],
+        take_hidden: Callable[[torch.Tensor], None] | None,
+    ) -> ForwardInputs:
         ids: list[int] = []
         positions: list[int] = []
         query_starts = [0]
@@ -132,6 +161,7 @@ class Runner:
                 for chunk in plan.chunks
                 if chunk.state and chunk.state.save_to is not None
             ),
+            take_hidden=take_hidden,
             source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 

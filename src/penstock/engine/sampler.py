@@ -6,25 +6,33 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from penstock.engine.grammar import GrammarMatcher
 from penstock.request import SamplingParams, TokenLogprob
 
 
 class Sampler:
     """The sampling of one request: its random generator and the counts that penalties need."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(
+        self, params: SamplingParams, *, eos_ids: Collection[int] = (), grammar: GrammarMatcher | None = None
+    ) -> None:
         self.params = params
+        self._grammar = grammar
+        self._early_ends = [] if params.ignore_eos or not params.min_tokens else sorted(eos_ids)
         self._generator: torch.Generator | None = None
         if params.temperature > 0:
             seed = secrets.randbits(63) if params.seed is None else params.seed
             self._generator = torch.Generator().manual_seed(seed)
 
     def sample(self, logits_V: torch.Tensor, prompt: Sequence[int], generated: Sequence[int]) -> int:
-        return self._choose(self._penalized(logits_V, prompt, generated))
+        token = self._choose(self._allowed(self._penalized(logits_V, prompt, generated), len(generated)))
+        if self._grammar is not None:
+            self._grammar.accept(token)
+        return token
 
     def logprob(self, logits_V: torch.Tensor, token: int) -> TokenLogprob | None:
         """None where it is not asked for."""
@@ -48,6 +56,25 @@ class Sampler:
             tokens = torch.tensor(list(counts), device=logits_V.device)
             amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits_V.device)
             logits_V[tokens] -= params.frequency_penalty * amounts + params.presence_penalty
+        return logits_V
+
+    @property
+    def is_complete(self) -> bool:
+        """The grammar takes nothing more."""
+        return self._grammar is not None and self._grammar.is_complete
+
+    def _allowed(self, logits_V: torch.Tensor, num_generated: int) -> torch.Tensor:
+        """Biased where the request asks for it; what may not come is at minus infinity."""
+        bans_ends = self._early_ends and num_generated < self.params.min_tokens
+        if not self.params.logit_bias and not bans_ends and self._grammar is None:
+            return logits_V
+        logits_V = logits_V.clone()
+        for token, amount in self.params.logit_bias:
+            logits_V[token] += amount
+        if bans_ends:
+            logits_V[self._early_ends] = float("-inf")
+        if self._grammar is not None:
+            self._grammar.mask(logits_V)
         return logits_V
 
     def _choose(self, logits_V: torch.Tensor) -> int:

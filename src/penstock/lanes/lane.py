@@ -39,6 +39,7 @@ class LaneFacts:
     # What the lane does with this model; not part of the documents.
     reads_whole: bool = False  # chunks are not exact here: prompts are read in one piece
     shares_prefixes: bool = True
+    gives_hidden: bool = False  # hidden states can be had, for embeddings
     chunk_boundary: str = "any token"
     chunk_mask_mode: str = "offset-causal"
 
@@ -200,7 +201,7 @@ def _facts(lane_id: str, reason: str) -> LaneFacts:
         return replace(facts, chunk_boundary="any row of any layer", chunk_mask_mode="bidirectional")
     if lane_id == GENERIC_MULTIMODAL:
         return replace(facts, shares_prefixes=False, chunk_mask_mode="the model's own")
-    return facts
+    return replace(facts, gives_hidden=lane_id == NATIVE_TEXT)
 
 
 def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:

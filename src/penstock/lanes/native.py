@@ -36,6 +36,8 @@ class NativeTextLane:
             hidden_TM = self.graphs.forward(inputs)
         else:
             hidden_TM = self._forward(inputs)
+        if inputs.take_hidden is not None:
+            inputs.take_hidden(self.decoder.final_norm(hidden_TM))
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:

@@ -93,6 +93,10 @@ class Tokenizer:
             by_token=self._decodes_by_token,
         )
 
+    def to_json(self) -> str:
+        """As a `tokenizer.json` holds it."""
+        return self._backend.to_str()
+
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 

@@ -149,7 +149,7 @@ class Holdings:
         self.prefix.num_hit_tokens += self.block_size
 
     def _may_share(self, sequence: Sequence) -> bool:
-        return self.prefix is not None and sequence.request.sampling.prompt_logprobs is None
+        return self.prefix is not None and not sequence.request.sampling.needs_every_token
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         """The chained hash of block `index`, extending the sequence's own list of them."""

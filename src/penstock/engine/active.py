@@ -1,0 +1,133 @@
+"""What the engine keeps beside a running sequence: how its text is made, its times, and what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.engine.feed import TokenFeed
+from penstock.engine.sampler import Sampler, token_logprob
+from penstock.engine.stopping import StopText
+from penstock.lanes.media import MediaPrompt
+from penstock.plan.machine import peak_resident_bytes, resident_bytes
+from penstock.prompt.tokens import Detokenizer
+from penstock.request import (
+    Chunk,
+    ChunkRecord,
+    FinishReason,
+    Output,
+    PrefillProgress,
+    Request,
+    Token,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    token: int
+    finish: FinishReason | None
+    event: Token
+
+
+@dataclass(slots=True, kw_only=True)
+class Active:
+    request: Request
+    feed: TokenFeed | None
+    sampler: Sampler
+    detokenizer: Detokenizer
+    stop: StopText
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    chunks: list[ChunkRecord] = field(default_factory=list)
+    num_cached: int = 0
+    num_computed: int = 0
+    started_at: float | None = None
+    first_token_at: float | None = None
+    predicted_bytes: int = 0
+    media: MediaPrompt | None = None  # None: the lane reads text only
+    pooled: torch.Tensor | None = None  # None: no embedding is wanted, or nothing was read yet
+
+    def choose(self, token: int, logprob: TokenLogprob | None, *, is_end: bool, is_full: bool) -> Choice:
+        """The token as text, and whether the answer ends with it: a stop string may end it in the middle of one."""
+        sampling = self.request.sampling
+        is_end = is_end and not sampling.ignore_eos
+        num_tokens = len(self.token_ids) + 1
+        text = "" if is_end else self.detokenizer.push(token)
+        if num_tokens > sampling.min_tokens:
+            text = self.stop.push(text)
+        finish: FinishReason | None = "stop" if is_end or self.stop.is_stopped or self.sampler.is_complete else None
+        if finish is None and (num_tokens >= sampling.max_tokens or is_full):
+            finish = "length"
+        if finish is not None:
+            text += self.stop.push(self.detokenizer.flush()) + self.stop.flush()
+        self.token_ids.append(token)
+        self.text.append(text)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        event = Token(request_id=self.request.id, token_id=token, text=text, logprob=logprob)
+        return Choice(token=token, finish=finish, event=event)
+
+    def note_prompt_logprobs(self, tokens: list[int], first: int, rows: torch.Tensor) -> None:
+        """Row i holds what the model expects after position first + i."""
+        num_alternatives = self.request.sampling.prompt_logprobs or 0
+        for index, row in enumerate(rows):
+            position = first + index + 1
+            if position < len(tokens):
+                self.prompt_logprobs.append(token_logprob(row, tokens[position], num_alternatives))
+
+    def note_pooled(self, pooled: torch.Tensor, *, is_first: bool) -> None:
+        """Hidden states of one more chunk: their sum, or the last. A prompt that begins again starts from nothing."""
+        is_sum = self.request.sampling.pooling == "mean" and not is_first and self.pooled is not None
+        self.pooled = self.pooled + pooled if is_sum else pooled
+
+    def progress(self, chunk: Chunk, now: float) -> PrefillProgress:
+        feed, source = self.feed, self.request.source
+        total = chunk.num_prompt_tokens if feed is None else chunk.num_prompt_tokens or feed.num_total
+        estimate = max(total or (feed.num_total_estimate if feed else 0), chunk.end)
+        num_computed = self.num_computed
+        if source is not None:
+            total = estimate = source.num_tokens
+            num_computed = self.request.num_read(num_computed)
+        elapsed = now - (self.started_at or now)
+        speed = (num_computed - self.num_cached) / elapsed if elapsed > 0 else 0.0
+        return PrefillProgress(
+            request_id=self.request.id,
+            num_computed=num_computed,
+            num_cached=self.num_cached,
+            num_total=total,
+            num_total_estimate=estimate,
+            chunk_start=chunk.start,
+            chunk_end=chunk.end,
+            elapsed_s=elapsed,
+            tokens_per_s=speed,
+            eta_s=(estimate - num_computed) / speed if speed > 0 else 0.0,
+            memory_bytes=resident_bytes(),
+            predicted_peak_bytes=self.predicted_bytes,
+        )
+
+    def output(self, reason: FinishReason, now: float) -> Output:
+        request, sampling, first = self.request, self.request.sampling, self.first_token_at
+        return Output(
+            request_id=request.id,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            finish_reason=reason,
+            num_prompt_tokens=request.num_read(len(request.prompt)) if self.feed is None else self.feed.num_given,
+            num_computed_tokens=request.num_read(self.num_computed),
+            num_cached_tokens=self.num_cached,
+            chunks=tuple(self.chunks),
+            ttft_s=None if first is None else first - request.arrived_at,
+            prefill_s=(first or now) - (self.started_at or now),
+            decode_s=0.0 if first is None else now - first,
+            peak_bytes=peak_resident_bytes(),
+            predicted_peak_bytes=self.predicted_bytes,
+            logprobs=None if sampling.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            embedding=None
+            if self.pooled is None
+            else tuple(torch.nn.functional.normalize(self.pooled, dim=0).tolist()),
+        )

@@ -1,0 +1,77 @@
+"""Answers that must match a grammar: which tokens may come next, by llguidance."""
+
+# V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from penstock.errors import InvalidSetting, UnsupportedModel
+from penstock.prompt.tokens import Tokenizer
+
+
+class GrammarMatcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._mask_words = torch.zeros((vocab_size + 31) // 32, dtype=torch.int32)
+        self._bits = torch.arange(32, dtype=torch.int32)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def mask(self, logits_V: torch.Tensor) -> None:
+        """Tokens that cannot come next go to minus infinity, in place."""
+        words = self._mask_words
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
+        allowed_V = ((words.unsqueeze(1) >> self._bits) & 1).flatten()[: len(logits_V)].bool()
+        logits_V.masked_fill_(~allowed_V.to(logits_V.device), float("-inf"))
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        assert not self._matcher.is_error(), self._matcher.get_error()
+
+
+class Grammars:
+    """Makes matchers for one model; its vocabulary is read when the first grammar comes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._guide: Any = None
+
+    def matcher(self, grammar: str) -> GrammarMatcher:
+        guide = self._opened()
+        import llguidance
+
+        matcher = llguidance.LLMatcher(guide, grammar)
+        if matcher.is_error():
+            raise InvalidSetting(f"The grammar or schema cannot be used: {_first_line(matcher.get_error())}.")
+        return GrammarMatcher(matcher, self._vocab_size)
+
+    def _opened(self) -> Any:
+        if self._guide is not None:
+            return self._guide
+        try:
+            import llguidance
+        except ImportError:
+            raise UnsupportedModel("Grammars need llguidance. Install penstock[serve].") from None
+        try:
+            self._guide = llguidance.LLTokenizer(
+                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids or None
+            )
+        except Exception as error:  # a tokenizer that the library cannot read
+            raise UnsupportedModel(
+                f"This model's tokenizer cannot be held to a grammar: {_first_line(str(error))}. Leave JSON mode out."
+            ) from error
+        return self._guide
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["unknown"])[0][:300].rstrip(". ")

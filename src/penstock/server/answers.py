@@ -1,0 +1,161 @@
+"""What answers hold, in the shapes that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from penstock.request import FinishReason as EngineReason
+from penstock.request import Output
+
+# An answer that was cut off by a deadline or a shutdown is an error, and reaches nobody in this shape.
+FinishReason = EngineReason | Literal["tool_calls"]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails(cached_tokens=0)
+
+    @classmethod
+    def of(cls, *, num_prompt: int, num_cached: int, num_written: int) -> Usage:
+        return cls(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_written,
+            total_tokens=num_prompt + num_written,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        )
+
+    @classmethod
+    def of_outputs(cls, outputs: list[Output], num_choices: int, *, is_scored_only: bool = False) -> Usage:
+        """A prompt counts once, however many choices were written for it."""
+        firsts = outputs[::num_choices]
+        return cls.of(
+            num_prompt=sum(output.num_prompt_tokens for output in firsts),
+            num_cached=sum(output.num_cached_tokens for output in firsts),
+            num_written=0 if is_scored_only else sum(len(output.token_ids) for output in outputs),
+        )
+
+
+class PromptProgress(BaseModel):
+    total: int
+    cached: int
+    processed: int
+    time_ms: float
+    eta_ms: float | None  # None: nothing was read yet
+    queue_position: int  # 0: it is being read
+
+
+class PromptLogprob(BaseModel):
+    """Of one possible token at one place of the prompt."""
+
+    logprob: float
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall):
+    index: int
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
+class ChatAnswer(Answer):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(Answer):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_progress: PromptProgress | None = None
+
+
+class CompletionAnswer(Answer):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    prompt_progress: PromptProgress | None = None

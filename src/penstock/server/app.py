@@ -1,0 +1,51 @@
+"""The app: every route behind the gate, and the model loaded behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from penstock import __version__
+from penstock.config import EngineConfig
+from penstock.server import chat, completions, embeddings, info, page, responses, timeline, tokens
+from penstock.server.gate import Gate
+from penstock.server.problems import add_handlers
+from penstock.server.service import Service
+from penstock.server.settings import ServerSettings
+
+ROUTERS = (
+    page.router,
+    info.router,
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    tokens.router,
+    timeline.router,
+)
+
+
+def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:
+    service = Service(settings, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        app.state.loading = asyncio.create_task(service.load())
+        yield
+        await service.drain()
+
+    app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router)
+    add_handlers(app)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(Gate, settings=settings)
+    return app

@@ -1,0 +1,193 @@
+"""What chat requests hold: messages, tools, and the format of the answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.errors import InvalidPrompt
+from penstock.server.asks import Ask, SamplingFields
+from penstock.server.images import image_bytes
+
+MAX_TOOLS = 128
+
+
+class TextPart(Ask):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Ask):
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Ask):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class CalledFunction(Ask):
+    name: str
+    arguments: str
+
+
+class GivenCall(Ask):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class GivenMessage(Ask):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | ImagePart] | None = None
+    name: str | None = None
+    tool_calls: list[GivenCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+
+    def for_template(self, max_image_bytes: int) -> dict[str, Any]:
+        """As templates know messages; text alone is one string, because most know nothing else."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        if self.has_images:
+            assert isinstance(self.content, list)
+            message["content"] = [_part(part, max_image_bytes) for part in self.content]
+        elif isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content if isinstance(part, TextPart))
+        elif self.content is None and not self.tool_calls:
+            raise InvalidPrompt(f"A message of the {self.role} has no content. Give it a text.")
+        else:
+            message["content"] = self.content or ""
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [_call(call) for call in self.tool_calls]
+        return message
+
+
+def _part(part: TextPart | ImagePart, max_image_bytes: int) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image", "image": image_bytes(part.image_url.url, max_image_bytes)}
+
+
+def _call(call: GivenCall) -> dict[str, Any]:
+    """Templates print arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except json.JSONDecodeError:
+        raise InvalidPrompt(f"The arguments of the call {call.id!r} are no JSON. Send them as they came.") from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class Function(Ask):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Tool(Ask):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenName(Ask):
+    name: str
+
+
+class ChosenTool(Ask):
+    type: Literal["function"]
+    function: ChosenName
+
+
+class NamedSchema(Ask):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Ask):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Any:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema goes with json_schema: {name, schema}")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """None: any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class ChatAsk(SamplingFields):
+    messages: Annotated[list[GivenMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Any:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs go with logprobs: true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice goes with tools")
+        if isinstance(self.tool_choice, ChosenTool):
+            chosen = self.tool_choice.function.name
+            if chosen not in [tool.function.name for tool in self.tools or []]:
+                raise ValueError(f"tool_choice names {chosen!r}, which is not among the tools")
+        if self.schema_of_answer is not None and self.wants_call:
+            raise ValueError("response_format and a required tool exclude each other")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.schema_of_answer
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else list(self.tools or [])
+
+    @property
+    def wants_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """Those that a required call may name."""
+        functions = [tool.function for tool in self.offered_tools]
+        if isinstance(self.tool_choice, ChosenTool):
+            return [function for function in functions if function.name == self.tool_choice.function.name]
+        return functions
+
+    def chat_sampling(self, choice: int, capacity: int) -> dict[str, Any]:
+        """Without a limit of its own the answer may fill the context."""
+        settings = self.sampling(choice)
+        settings["max_tokens"] = self.max_completion_tokens or self.max_tokens or capacity
+        if self.logprobs:
+            settings["logprobs"] = self.top_logprobs or 0
+        return settings

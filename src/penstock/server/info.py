@@ -1,0 +1,80 @@
+"""What runs here, and how it is: health, version, models, metrics."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
+
+from penstock import __version__
+from penstock.server.problems import UnknownModel
+from penstock.server.service import Service
+
+router = APIRouter()
+
+
+class Health(BaseModel):
+    status: Literal["ok", "loading", "draining"]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "penstock"
+    max_model_len: int
+    lane: str
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
+async def health(request: Request) -> Response:
+    service: Service = request.app.state.service
+    if service.is_ready:
+        return JSONResponse({"status": "ok"})
+    status = "draining" if service.is_draining else "loading"
+    return JSONResponse({"status": status}, 503, {"Retry-After": "1"})
+
+
+@router.get("/version")
+async def version() -> Version:
+    return Version(version=__version__)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> ModelList:
+    return ModelList(data=[_card(request.app.state.service)])
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> ModelCard:
+    card = _card(request.app.state.service)
+    if name != card.id:
+        raise UnknownModel(f"The model {name!r} is not served here; {card.id!r} is.")
+    return card
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Any:
+    return Response(request.app.state.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _card(service: Service) -> ModelCard:
+    engine = service.engine.engine
+    return ModelCard(
+        id=service.settings.model,
+        created=service.started_at,
+        max_model_len=engine.scheduler.capacity,
+        lane=engine.lane.id,
+    )

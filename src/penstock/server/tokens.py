@@ -1,0 +1,171 @@
+"""Tokens and costs without running anything: `/tokenize`, `/detokenize`, `/plan`, `/reset_prefix_cache`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, model_validator
+
+from penstock.cache.prefix import root_hash
+from penstock.engine.engine import Engine
+from penstock.errors import InvalidPrompt, PromptTooLong
+from penstock.server.asks import Ask, TokenId
+from penstock.server.chat_asks import GivenMessage
+from penstock.server.service import Service
+
+router = APIRouter()
+MOST_PLANNED_CONTEXTS = 4  # a plan is walked chunk by chunk; what is longer than this cannot fit anyway
+
+
+class TextAsk(Ask):
+    """A text, or messages, of which the template makes one."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[GivenMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Any:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class TokensAsk(Ask):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class PlanAsk(Ask):
+    """A text, messages, token ids, or only how many tokens there would be."""
+
+    model: str | None = None
+    prompt: str | list[TokenId] | None = None
+    messages: Annotated[list[GivenMessage], Field(min_length=1)] | None = None
+    prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Any:
+        if sum(given is not None for given in (self.prompt, self.messages, self.prompt_tokens)) != 1:
+            raise ValueError("give one of prompt, messages and prompt_tokens")
+        return self
+
+
+class Plan(BaseModel):
+    prompt_tokens: int
+    cached_tokens: int  # what the prefix cache holds of it now
+    chunk_size: int
+    num_chunks: int
+    runtime_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    peak_bytes: int
+    budget_bytes: int
+    fits: bool
+    adjustments: list[str]
+
+
+class Reset(BaseModel):
+    freed_blocks: int
+
+
+@router.post("/tokenize")
+async def tokenize(ask: TextAsk, request: Request) -> Tokens:
+    service = _service(request, ask.model)
+    engine = service.engine.engine
+    tokens = await asyncio.to_thread(_encoded, service, ask.prompt, ask.messages, ask.add_special_tokens)
+    return Tokens(count=len(tokens), max_model_len=engine.scheduler.capacity, tokens=tokens)
+
+
+@router.post("/detokenize")
+async def detokenize(ask: TokensAsk, request: Request) -> Text:
+    engine = _service(request, ask.model).engine.engine
+    limit = engine.model.spec.vocab_size - 1
+    if wrong := next((token for token in ask.tokens if token > limit), None):
+        raise InvalidPrompt(f"There is no token {wrong}; ids are whole numbers from 0 to {limit}.")
+    return Text(prompt=engine.tokenizer.decode(ask.tokens, skip_special_tokens=False))
+
+
+@router.post("/plan")
+async def plan(ask: PlanAsk, request: Request) -> Plan:
+    """What a prompt would cost here, without running it."""
+    service = _service(request, ask.model)
+    tokens: list[int] = []
+    if isinstance(ask.prompt, list):
+        tokens = ask.prompt
+    elif ask.prompt_tokens is None:
+        tokens = await asyncio.to_thread(_encoded, service, ask.prompt, ask.messages, True)
+    num_tokens = ask.prompt_tokens or len(tokens)
+    if not num_tokens:
+        raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
+    engine = service.engine.engine
+    if num_tokens > (limit := MOST_PLANNED_CONTEXTS * engine.scheduler.capacity):
+        raise PromptTooLong(f"The prompt has {num_tokens} tokens; plans are made for {limit} at most.")
+    num_cached = await service.engine.call(lambda engine: _num_cached(engine, tokens))
+    return await asyncio.to_thread(_planned, engine, num_tokens, num_cached)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Reset:
+    """Forgets every prefix that nobody is using now."""
+    return Reset(freed_blocks=await _service(request, None).engine.call(_forget_prefixes))
+
+
+def _num_cached(engine: Engine, tokens: list[int]) -> int:
+    prefix = engine.scheduler.prefix
+    root = root_hash(engine.model.identity, engine.model.spec.rotary_variant(len(tokens)))
+    return 0 if prefix is None else prefix.num_known(tokens, root, engine.config.block_size)
+
+
+def _planned(engine: Engine, num_tokens: int, num_cached: int) -> Plan:
+    planned = engine.plan(num_tokens)
+    names = set(Plan.model_fields) - {"cached_tokens", "budget_bytes", "adjustments"}
+    return Plan(
+        **{name: getattr(planned, name) for name in names},
+        cached_tokens=num_cached,
+        budget_bytes=engine.model.budget_bytes,
+        adjustments=list(planned.adjustments),
+    )
+
+
+def _forget_prefixes(engine: Engine) -> int:
+    pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
+    num_cached = pool.num_cached
+    if prefix is not None:
+        prefix.clear()
+    if engine.states is not None:
+        engine.states.clear()
+    return num_cached - pool.num_cached
+
+
+def _encoded(
+    service: Service, prompt: str | None, messages: list[GivenMessage] | None, add_special_tokens: bool
+) -> list[int]:
+    engine = service.engine.engine
+    if prompt is not None:
+        return engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    max_bytes = service.settings.max_image_bytes
+    return engine.prompts.message_tokens([message.for_template(max_bytes) for message in messages or []])
+
+
+def _service(request: Request, model: str | None) -> Service:
+    service: Service = request.app.state.service
+    if model is not None:
+        service.check_model(model)
+    return service

@@ -1,0 +1,124 @@
+"""The app before its model is there."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidSetting
+from penstock.request import Chunk, StepPlan, StepResult
+from penstock.server.app import make_app
+from penstock.server.metrics import Metrics, Stalls
+from penstock.server.settings import ServerSettings
+
+
+def ask(method, path, **options):
+    async def asking():
+        app = make_app(ServerSettings(model="smollm2"), EngineConfig())
+        transport = httpx.ASGITransport(app=app)  # runs no lifespan, so nothing is ever loaded
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(asking())
+
+
+def test_while_the_model_is_loaded_health_and_requests_are_503():
+    health = ask("GET", "/health")
+    assert (health.status_code, health.json()) == (503, {"status": "loading"})
+    refused = ask("POST", "/v1/completions", json={"model": "smollm2", "prompt": "a"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert "being loaded" in refused.json()["error"]["message"]
+    assert ask("GET", "/version").status_code == 200
+
+
+def test_the_clients_own_request_id_is_kept_if_it_is_a_plain_word():
+    assert ask("GET", "/health", headers={"x-request-id": "my-7"}).headers["x-request-id"] == "my-7"
+    assert ask("GET", "/health", headers={"x-request-id": "a b\t"}).headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": 70000}, {"api_keys": ("",)}, {"max_choices": 0}, {"request_timeout_s": 0.0}]
+)
+def test_settings_are_checked(wrong):
+    with pytest.raises(InvalidSetting):
+        ServerSettings(model="smollm2", **wrong)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def metric_names():
+    text = Metrics().text().decode()
+    found = re.findall(r"^# TYPE (penstock:\w+) (\w+)$", text, flags=re.MULTILINE)
+    return {name for name, _ in found}
+
+
+def base(name):
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def test_the_dashboard_and_the_reference_name_metrics_that_exist():
+    dashboard = (ROOT / "examples" / "grafana-dashboard.json").read_text()
+    charted = {base(name) for name in re.findall(r"penstock:\w+", dashboard)}
+    assert charted <= metric_names()
+    assert len(json.loads(dashboard)["panels"]) == 12
+    section = (
+        (ROOT / "docs" / "reference" / "server.md").read_text().partition("## Metrics")[2].partition("## Trace")[0]
+    )
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    documented = {f"penstock:{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented == metric_names()
+
+
+def test_stalls_are_what_a_step_takes_beyond_one_that_only_decodes():
+    def chunk(sequence_id, start, end, num_prompt):
+        last = end == num_prompt
+        return Chunk(sequence_id=sequence_id, start=start, end=end, wants_logits=last, num_prompt_tokens=num_prompt)
+
+    def step(*chunks, seconds):
+        plan = StepPlan(
+            step=0,
+            chunks=chunks,
+            admitted=(),
+            preempted=(),
+            waiting=0,
+            token_budget=64,
+            predicted_s=0.0,
+            predicted_bytes=0,
+            reason="",
+        )
+        result = StepResult(step=0, token_by_sequence={}, finished={}, elapsed_s=seconds, peak_bytes=0)
+        return stalls.take_step(plan, result)
+
+    stalls = Stalls()
+    assert step(chunk(1, 0, 8, 8), seconds=0.5) == (0, 0), "nobody was being written"
+    step(chunk(1, 8, 9, 8), seconds=0.02)
+    suffered, _ = step(chunk(1, 9, 10, 8), chunk(2, 0, 30, 90), chunk(3, 0, 10, 90), seconds=0.22)
+    assert suffered == pytest.approx(0.2)
+    assert stalls.leave(1) == (pytest.approx(0.2), 0)
+    assert stalls.leave(2) == (0, pytest.approx(0.15))
+    assert stalls.leave(3) == (0, pytest.approx(0.05))
+
+
+def test_a_stream_that_gets_no_token_suffers_the_whole_step():
+    stalls = Stalls()
+    stalls.suffered_s[1] = 0.0
+    chunk = Chunk(sequence_id=2, start=0, end=30, wants_logits=False, num_prompt_tokens=90)
+    plan = StepPlan(
+        step=0,
+        chunks=(chunk,),
+        admitted=(),
+        preempted=(),
+        waiting=0,
+        token_budget=64,
+        predicted_s=0.0,
+        predicted_bytes=0,
+        reason="",
+    )
+    stalls.take_step(plan, StepResult(step=0, token_by_sequence={}, finished={}, elapsed_s=0.3, peak_bytes=0))
+    assert stalls.leave(1) == (0.3, 0)

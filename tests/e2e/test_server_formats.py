@@ -1,0 +1,248 @@
+"""Tools, JSON, responses, embeddings and tokens through OpenAI's client, on a tiny model with a real tokenizer."""
+
+import base64
+import json
+import struct
+
+import httpx
+import openai
+import pytest
+from server_process import serving
+from tiny_chat_model import save_tiny_chat_model
+
+ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["celsius", "kelvin"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": PARAMETERS}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"enum": [1, 2, 3]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    save_tiny_chat_model(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model, "--chunk-size", "32", "--dtype", "float32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def post(server, path, **body):
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+# --- tools ---
+
+
+def is_weather(arguments):
+    given = json.loads(arguments)
+    return set(given) == {"city", "unit"} and given["unit"] in ("celsius", "kelvin")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_required_tool_is_called_with_arguments_that_fit_its_schema(client, model, choice):
+    answer = client.chat.completions.create(
+        model=model, messages=ASK, tools=[WEATHER], tool_choice=choice, max_tokens=200, seed=1
+    )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert is_weather(call.function.arguments)
+    assert answer.choices[0].message.content is None
+
+
+def test_the_named_one_of_several_tools_is_called(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=ASK,
+        tools=[WEATHER, CLOCK],
+        tool_choice={"type": "function", "function": {"name": "clock"}},
+        max_tokens=200,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("clock", {})
+
+
+def test_a_streamed_call_comes_whole(client, model):
+    stream = client.chat.completions.create(
+        model=model, messages=ASK, tools=[WEATHER], tool_choice="required", max_tokens=200, seed=2, stream=True
+    )
+    chunks = [chunk.choices[0] for chunk in stream]
+    (call,) = next(choice.delta.tool_calls for choice in chunks if choice.delta.tool_calls)
+    assert call.index == 0
+    assert is_weather(call.function.arguments)
+    assert "".join(choice.delta.content or "" for choice in chunks) == ""
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_a_conversation_goes_on_after_a_call(client, model):
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [*ASK, {"role": "assistant", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "c1", "content": "18 degrees"})
+    answer = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER], max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.tool_calls is None
+    without = client.chat.completions.create(
+        model=model, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=5
+    )
+    assert without.usage.prompt_tokens < answer.usage.prompt_tokens
+
+
+# --- JSON ---
+
+
+def test_json_mode_and_schemas_bind_the_answer(client, model):
+    ask = {"model": model, "messages": ASK, "max_tokens": 400, "seed": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    given = json.loads(client.chat.completions.create(**ask, response_format=form).choices[0].message.content)
+    assert set(given) == {"name", "size"}
+    assert given["size"] in (1, 2, 3)
+    any_object = client.chat.completions.create(**ask | {"max_tokens": 4}, response_format={"type": "json_object"})
+    assert any_object.choices[0].message.content.startswith("{")
+
+
+def test_a_schema_that_cannot_be_used_is_refused(client, model):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.chat.completions.create(model=model, messages=ASK, response_format=form)
+
+
+# --- responses ---
+
+
+def test_a_response_is_created_with_its_usage(client, model):
+    answer = client.responses.create(model=model, input="Hello", instructions="Be kind.", max_output_tokens=6)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == 6
+    assert answer.output_text == answer.output[0].content[0].text
+    again = client.responses.create(model=model, input="Hello", instructions="Be kind.", max_output_tokens=1)
+    assert again.usage.input_tokens_details.cached_tokens == 16 * ((again.usage.input_tokens - 1) // 16)
+
+
+def test_a_response_is_streamed_in_the_order_that_clients_expect(client, model):
+    with client.responses.stream(model=model, input=[{"role": "user", "content": "Hi"}], max_output_tokens=5) as stream:
+        seen = [*stream]
+    types = [event.type for event in seen]
+    assert types[:4] == [
+        *["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    ]
+    assert types[-4:] == [
+        *["response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete"]
+    ]
+    text = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+    assert seen[-1].response.output[0].content[0].text == text
+    assert [event.sequence_number for event in seen] == [*range(len(seen))]
+
+
+def test_a_response_can_call_a_tool_and_take_a_schema(client, model):
+    tool = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+    called = client.responses.create(
+        model=model, input="Weather?", tools=[tool], tool_choice="required", max_output_tokens=200
+    )
+    (call,) = called.output
+    assert call.type == "function_call"
+    assert is_weather(call.arguments)
+    form = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
+    bound = client.responses.create(model=model, input="A thing?", text=form, max_output_tokens=400)
+    assert json.loads(bound.output_text)["size"] in (1, 2, 3)
+
+
+def test_what_a_response_cannot_do_is_refused(client, model):
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model=model, input="Hi", previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.responses.create(model=model, input="Hi", tool_choice="required")
+
+
+# --- embeddings, tokens, plans ---
+
+
+def test_embeddings_have_length_one_and_tell_texts_apart(client, server, model):
+    answer = client.embeddings.create(model=model, input=["the cat", "the cat", "a long report " * 50])
+    first, same, other = (one.embedding for one in answer.data)
+    assert sum(x * x for x in first) == pytest.approx(1, abs=1e-4)
+    assert first == pytest.approx(same, abs=1e-4)
+    assert first != pytest.approx(other, abs=1e-2)
+    assert answer.usage.prompt_tokens > 100
+    last = post(server, "/v1/embeddings", model=model, input="the cat", pooling="last").json()["data"][0]["embedding"]
+    assert len(last) == len(first) == 32
+    assert last != pytest.approx(first, abs=1e-2)
+    encoded = post(server, "/v1/embeddings", model=model, input="the cat", encoding_format="base64").json()
+    packed = base64.b64decode(encoded["data"][0]["embedding"])
+    assert struct.unpack("<32f", packed) == pytest.approx(first, abs=1e-4)
+    assert post(server, "/v1/embeddings", model=model, input="a", dimensions=5).status_code == 400
+
+
+def test_tokens_there_and_back(server, model):
+    found = post(server, "/tokenize", prompt="The weather in Paris").json()
+    assert found["count"] == len(found["tokens"]) == 4
+    assert post(server, "/detokenize", tokens=found["tokens"]).json() == {"prompt": "The weather in Paris"}
+    chat = post(server, "/tokenize", messages=ASK).json()
+    assert "<|im_start|>assistant" in post(server, "/detokenize", tokens=chat["tokens"]).json()["prompt"]
+    assert post(server, "/detokenize", tokens=[99_999_999]).status_code == 400
+    assert post(server, "/tokenize", prompt="a", messages=ASK).status_code == 400
+
+
+def test_a_plan_costs_nothing_and_knows_what_is_cached(server, client, model):
+    tokens = [*range(100, 300)]
+    before = post(server, "/plan", prompt=tokens).json()
+    assert (before["prompt_tokens"], before["cached_tokens"], before["num_chunks"]) == (200, 0, 7)
+    assert before["fits"]
+    client.completions.create(model=model, prompt=tokens, max_tokens=1)
+    assert post(server, "/plan", prompt=tokens).json()["cached_tokens"] == 192
+    assert post(server, "/reset_prefix_cache").json()["freed_blocks"] >= 12
+    assert post(server, "/plan", prompt=tokens).json()["cached_tokens"] == 0
+    assert not post(server, "/plan", prompt_tokens=9_000).json()["fits"]
+    assert post(server, "/plan", prompt_tokens=9_000_000).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.org/a.png", "file:///etc/passwd", "/etc/passwd", "data:text/html;base64,aa"]
+)
+def test_no_address_is_fetched_and_no_path_opened(server, model, url):
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": url}}]
+    refused = post(server, "/v1/chat/completions", model=model, messages=[{"role": "user", "content": content}])
+    assert refused.status_code == 400
+    assert "data URL" in refused.json()["error"]["message"]
+
+
+def test_an_image_for_a_model_without_eyes_is_refused(server, model):
+    pixel = "data:image/png;base64," + base64.b64encode(b"not looked at").decode()
+    content = [{"type": "image_url", "image_url": {"url": pixel}}]
+    refused = post(server, "/v1/chat/completions", model=model, messages=[{"role": "user", "content": content}])
+    assert refused.status_code == 400
+    assert "text only" in refused.json()["error"]["message"]
+
+
+def test_the_timeline_tells_every_chunk(server, client, model):
+    client.completions.create(model=model, prompt=[*range(400, 500)], max_tokens=3, extra_body={"ignore_eos": True})
+    saved = httpx.get(f"{server.url}/timeline", params={"follow": "false"}).text
+    head, *lines = [json.loads(line) for line in saved.splitlines()]
+    assert (head["type"], head["version"]) == ("trace", 1)
+    request_id = max(chunk["id"] for line in lines if line["type"] == "step" for chunk in line["chunks"])
+    chunks = [c for line in lines if line["type"] == "step" for c in line["chunks"] if c["id"] == request_id]
+    assert [(c["kind"], c["start"], c["end"]) for c in chunks] == [
+        *[("prefill", 0, 32), ("prefill", 32, 64), ("prefill", 64, 96), ("prefill", 96, 100)],
+        *[("decode", 100, 101), ("decode", 101, 102)],
+    ]
+    (end,) = [line for line in lines if line["type"] == "end" and line["id"] == request_id]
+    assert end["reason"] == "length"
