@@ -4,8 +4,10 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,13 +18,12 @@ from tiny_seq2seq import save_tiny_seq2seq
 from tiny_vision_models import (
     IMAGE_TOKEN,
     KINDS,
+    TEXT,
+    TensorProcessor,
     count_images,
-    gemma3_processor,
-    idefics3_processor,
-    llava_processor,
     pictures,
-    processed_prompt,
-    tiny_vision_model,
+    plain_inputs,
+    save_tiny_vision_model,
 )
 
 from penstock.config import load_config
@@ -46,26 +47,7 @@ from penstock.lanes.verdicts import Verdict, Way, save_verdict, verdict_key
 
 EXACT = 1e-4
 NUM_GENERATED = 32
-WITH_PROCESSOR = {"llava": llava_processor, "gemma3": gemma3_processor, "idefics3": idefics3_processor}
 NUM_ENCODED = dict.fromkeys(KINDS, 2) | {"idefics3": 10}  # two pictures, or each in four tiles and whole
-TEXT = "w1 w2 <image> w3 w4 w5 <image> w6 w7 w8 w9"
-TEMPLATE = (
-    "{% for message in messages %}{{ ' ' + message['role'] }}{% for part in message['content'] %}"
-    "{{ ' <image> ' if part['type'] == 'image' else ' ' + part['text'] }}{% endfor %}{% endfor %} w9"
-)
-
-
-class TensorProcessor:
-    """Called as processors are: text and two pictures become the tensors that a processor of this kind makes."""
-
-    image_token = "<image>"
-
-    def __init__(self, inputs):
-        self.inputs = inputs
-
-    def __call__(self, text, images=None, return_tensors="pt"):
-        assert len(images) == 2
-        return dict(self.inputs)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +58,7 @@ def saved(tmp_path_factory):
     def make(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            model = tiny_vision_model(name)
-            model.save_pretrained(folder)
-            save_tokenizer(folder)
-            if name in WITH_PROCESSOR:
-                processor = WITH_PROCESSOR[name]()
-                processor.chat_template = TEMPLATE
-                processor.save_pretrained(folder)
-            made[name] = folder, model
+            made[name] = folder, save_tiny_vision_model(name, folder)
         return made[name]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -99,21 +74,14 @@ def load(saved):
         folder, model = saved(name)
         settings = {"dtype": "float32", "memory": "4GiB", "threads": 1} | settings
         engine = Engine.load(str(folder), **settings)
-        if name not in WITH_PROCESSOR:
-            engine.model.lane.processor = MediaProcessor(TensorProcessor(processed_prompt(name, model)))
+        if engine.model.lane.processor is None:
+            engine.model.lane.processor = MediaProcessor(TensorProcessor(plain_inputs(name, model)))
         engines.append(engine)
         return engine
 
     yield make
     for engine in engines:
         engine.close()
-
-
-def inputs_of(name, model):
-    """What plain transformers is given for TEXT and two pictures."""
-    if name in WITH_PROCESSOR:
-        return WITH_PROCESSOR[name]()(text=[TEXT], images=pictures(2), return_tensors="pt")
-    return processed_prompt(name, model)
 
 
 def plain(model, inputs, num_tokens=NUM_GENERATED):
@@ -133,7 +101,7 @@ def answer(engine, images=2, text=TEXT, num_tokens=NUM_GENERATED):
 @pytest.mark.parametrize("name", KINDS)
 def test_any_chunks_give_the_answer_of_plain_transformers(name, saved, load):
     model = saved(name)[1]
-    written, reference = plain(model, inputs_of(name, model))
+    written, reference = plain(model, plain_inputs(name, model))
     for chunk_size in (1, 3, 7, 64, 0):
         engine = load(name, chunk_size=chunk_size)
         recorder = LogitRecorder(engine)
@@ -186,7 +154,7 @@ def test_a_preempted_request_is_read_again_with_its_images(name, saved, load):
     config = load_config({"dtype": "float32", "memory": "4GiB", "threads": 1, "chunk_size": 7})
     loaded = load_model(str(saved(name)[0]), config)
     with Engine(dataclasses.replace(loaded, num_blocks=8), config) as engine:
-        if name not in WITH_PROCESSOR:
+        if engine.model.lane.processor is None:
             engine.model.lane.processor = load(name).model.lane.processor
         settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
         for _ in range(2):
@@ -383,7 +351,7 @@ def test_a_model_whose_check_failed_is_read_whole_and_says_so(saved, load, monke
     engine = load("llava", chunk_size=3)
     output = answer(engine)
     assert output.num_prompt_chunks == 1
-    assert output.token_ids == plain(model, inputs_of("llava", model))[0]
+    assert output.token_ids == plain(model, plain_inputs("llava", model))[0]
     assert not engine.lane.after_reading(1).applied
     assert any(
         "prompts are read whole" in adjustment and "off by 0.5" in adjustment for adjustment in engine.adjustments
@@ -453,6 +421,17 @@ def test_a_folder_without_a_processor_reads_text_and_says_why_not_images(saved):
     with Engine.load(str(folder), dtype="float32", memory="4GiB", threads=1) as engine:
         assert len(engine.generate("w1 w2 w3", max_tokens=2, ignore_eos=True).token_ids) == 2
         with pytest.raises(InvalidMedia, match=r"2 image\(s\) given, and they cannot be read: .* gives no processor"):
+            answer(engine)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_processor_that_needs_torchvision_says_how_to_get_it(saved, tmp_path):
+    shutil.copytree(saved("qwen2.5-vl")[0], tmp_path, dirs_exist_ok=True)
+    kinds = {"processor_class": "Qwen2_5_VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(kinds))
+    with Engine.load(str(tmp_path), dtype="float32", memory="4GiB", threads=1) as engine:
+        assert engine.generate("w1 w2 w3", max_tokens=2, ignore_eos=True).token_ids
+        with pytest.raises(InvalidMedia, match="needs torchvision, which is not installed; pip install torchvision"):
             answer(engine)
 
 

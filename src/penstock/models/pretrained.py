@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ def load_processor(files: ModelFiles) -> Any:
         with quiet_library():
             return AutoProcessor.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        if "torchvision" in str(error).lower() and find_spec("torchvision") is None:
+            raise UnsupportedModel(
+                "its processor needs torchvision, which is not installed; pip install torchvision, in the version that "
+                f"belongs to torch {torch.__version__}."
+            ) from error
         raise UnsupportedModel(f"{files.folder} gives no processor: {_first_line(error)}") from error
 
 
