@@ -40,7 +40,7 @@ from transformers.utils import logging as library
 
 from penstock.engine.engine import Engine
 from penstock.lanes.lane import GENERIC_TEXT
-from penstock.lanes.media_check import check_media
+from penstock.lanes.media_check import check_picture
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.request import Output
 
@@ -103,7 +103,8 @@ def image_subject(name: str) -> Subject:
         lane = engine.model.media.lane
         if lane.processor is None:
             lane.processor = MediaProcessor(TensorProcessor(plain_inputs(name, model)))
-        return check_media(lane).summary
+        picture = check_picture(lane)
+        return f"{lane.facts.reason.split('; ')[1].split(',')[0]}, {picture.reason if picture else 'no picture'}"
 
     return Subject(
         name=f"{name} (images)",

@@ -26,8 +26,9 @@ from tiny_vision_models import (
     save_tiny_vision_model,
 )
 
-from penstock.config import load_config
+from penstock.config import EngineConfig, load_config
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.doctor import examine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.planning import plan
@@ -41,7 +42,7 @@ from penstock.errors import (
     UnsupportedModel,
 )
 from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, pick_lane
-from penstock.lanes.media_check import NOT_PACKED, check_media
+from penstock.lanes.media_check import NOT_PACKED, check_picture
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.lanes.verdicts import Verdict, Way, save_verdict, verdict_key
 
@@ -323,9 +324,24 @@ def test_a_plan_counts_the_tower_the_features_and_the_encoder(saved):
 
 
 def test_the_check_of_the_first_load_is_kept_and_says_what_it_measured(load, saved):
-    assert "text and a picture in chunks differ by at most" in load("gemma3").lane.reason
+    reason = load("gemma3").lane.reason
+    assert "exact (own-cache): chunked logits of text agree with the whole prompt's to" in reason
+    assert "a picture's logits in chunks agree with the whole prompt's to" in reason
     planned = plan(str(saved("gemma3")[0]), prompt_tokens=50, memory="4GiB", dtype="float32")
-    assert "text and a picture in chunks differ by at most" in planned.lane.reason
+    assert "a picture's logits in chunks agree with the whole prompt's to" in planned.lane.reason
+
+
+def test_narrow_weights_are_held_to_float32_and_the_verdict_is_kept(saved):
+    folder = str(saved("llava")[0])
+    settings = EngineConfig(dtype="bfloat16", device="cpu")
+    examined = examine(folder, settings)
+    assert examined.verdict.exact
+    assert examined.verdict.picture is None, "doctor loads no weights"
+    with Engine.load(folder, dtype="bfloat16", device="cpu", memory="4GiB", threads=1):
+        verdict = examine(folder, settings).verdict
+    assert verdict.picture.exact
+    assert verdict.real_weights.exact
+    assert "in bfloat16, chunks are" in verdict.real_weights.reason
 
 
 def test_a_model_that_forgets_between_chunks_is_noticed(load):
@@ -335,10 +351,10 @@ def test_a_model_that_forgets_between_chunks_is_noticed(load):
         return args, kwargs | {"past_key_values": None}
 
     handle = lane.media.language_model.register_forward_pre_hook(forget, with_kwargs=True)
-    verdict = check_media(lane)
+    found = check_picture(lane)
     handle.remove()
-    assert not verdict.exact
-    assert check_media(lane).exact
+    assert not found.exact
+    assert check_picture(lane).exact
 
 
 def test_a_model_whose_check_failed_is_read_whole_and_says_so(saved, load, monkeypatch, tmp_path):
@@ -446,9 +462,10 @@ def test_what_is_too_long_is_refused_before_it_is_encoded(load):
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def penstock(*arguments):
+def penstock(*arguments, stdin=""):
     return subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)],
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=120,
@@ -479,8 +496,24 @@ def test_run_takes_images_between_files_and_the_text(saved, tmp_path):
     assert any("prefix cache is off" in adjustment for adjustment in document["plan"]["adjustments"])
 
 
+def test_chat_shows_its_images_with_the_first_message(saved, tmp_path):
+    folder, model = saved("llava")
+    one = pictures(1)[0]
+    one.save(tmp_path / "one.png")
+    arguments = [folder, "--image", tmp_path / "one.png", "--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"]
+    done = penstock("chat", *arguments, stdin="w1 w2\n\n")
+    assert done.returncode == 0, done.stderr
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    inputs = processor(text=[" user <image>  w1 w2 w9"], images=[one], return_tensors="pt")
+    length = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    written = model.generate(**inputs, **length)[0, inputs["input_ids"].shape[1] :]
+    text = processor.tokenizer.decode(written, skip_special_tokens=True)
+    assert [word for word in done.stdout.split() if word.startswith("w")] == text.split()
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
 @pytest.mark.parametrize("name", ["notes.png", "nowhere.png", "text-model.png"])
-def test_run_refuses_images_in_one_sentence(saved, tmp_path, name):
+def test_images_are_refused_in_one_sentence(saved, tmp_path, name, command):
     """One that is not an image, one that is not there, and one for a model that reads text only."""
     (tmp_path / "notes.png").write_text("not an image")
     folder = saved("llava")[0]
@@ -488,7 +521,8 @@ def test_run_refuses_images_in_one_sentence(saved, tmp_path, name):
         pictures(1)[0].save(tmp_path / name)
         folder = tmp_path / name.removesuffix(".png")
         save_tiny_model("llama", folder)
-    done = penstock("run", folder, "--image", tmp_path / name, "-p", "w1", "--memory", "4GiB")
+    question = ["-p", "w1"] if command == "run" else []
+    done = penstock(command, folder, "--image", tmp_path / name, *question, "--memory", "4GiB", stdin="w1\n")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip().count("\n") == 0

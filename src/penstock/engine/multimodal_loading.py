@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.engine.checking import Checks
 from penstock.engine.generic_loading import way_adjustments
 from penstock.engine.loading import LoadedModel, gpu_memory, load_tokenizer, return_freed_memory
 from penstock.engine.media_prompts import MediaPromptReader
@@ -15,7 +16,6 @@ from penstock.engine.planning import (
     choose_dtype,
     context_limit,
     generic_memory_model,
-    kept_verdict,
     media_shares,
     num_own_states,
     require_room,
@@ -23,11 +23,11 @@ from penstock.engine.planning import (
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import media_model
-from penstock.lanes.media_check import check_media
+from penstock.lanes.media_check import check_picture, check_real_media
 from penstock.lanes.media_features import FeatureCache
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.lanes.multimodal import MultimodalLane
-from penstock.lanes.verdicts import Verdict, judged, save_verdict, verdict_key
+from penstock.lanes.verdicts import Verdict, judged
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import generic_spec
 from penstock.models.pretrained import image_text_class, load_causal, load_processor, quiet_library
@@ -50,6 +50,8 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
     model_class, model_config = image_text_class(files)
     spec = generic_spec(model_config.to_dict())
     dtype = choose_dtype(config.dtype, files.config, device.type)
+    checks = Checks.of(files, facts, dtype, device)
+    judged(facts, checks.verdict, is_strict=config.strict)  # refuses before any weight is loaded
     parts = load_tokenizer(files)
     processor, why_no_images = _processor(files)
     gpu = gpu_memory(device)
@@ -77,8 +79,8 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
         facts=facts,
     )
     _require_cache(lane)
-    verdict = _checked(files, lane, dtype, device)
-    lane.facts = _facts(lane, verdict, config)
+    checks = _checked(lane, checks, budget - runtime_bytes)
+    lane.facts = checks.noted(_facts(lane, checks.verdict, config), model)
     lane.shape = dataclasses.replace(
         memory.shape,
         num_parameters=sum({one.data_ptr(): one.numel() for one in model.parameters()}.values()),
@@ -123,15 +125,12 @@ def _require_cache(lane: MultimodalLane) -> None:
         raise UnsupportedModel(f"{type(lane.model).__name__} takes no cache, so its prompts cannot be continued.")
 
 
-def _checked(files: ModelFiles, lane: MultimodalLane, dtype: str, device: torch.device) -> Verdict:
-    """Kept from an earlier load, or new. Without a processor images were not tried, and nothing is kept."""
-    verdict = kept_verdict(files, lane.facts, dtype, device.type)
-    if verdict is not None:
-        return verdict
-    verdict = check_media(lane)
-    if lane.processor is not None:
-        save_verdict(verdict_key(files.config, dtype=dtype, lane=lane.facts.id, backend=device.type), verdict)
-    return verdict
+def _checked(lane: MultimodalLane, checks: Checks, free_bytes: int) -> Checks:
+    """What the loaded model adds to its verdict: a picture, and its own dtype."""
+    if checks.verdict.exact and checks.verdict.picture is None:
+        found = check_picture(lane)
+        checks = checks if found is None else checks.with_finding("picture", found)
+    return checks.with_real_weights(lane.model, free_bytes, lambda: check_real_media(lane))
 
 
 def _facts(lane: MultimodalLane, verdict: Verdict, config: EngineConfig) -> LaneFacts:

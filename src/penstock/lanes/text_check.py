@@ -1,4 +1,4 @@
-"""Proves on a small random copy of a model that reading in chunks gives what the whole prompt gives, and how to run it.
+"""The self-check of causal models: do chunks of text give what the whole prompt gives, and how is the model to be run?
 
 Everything is decided by what was measured: packed steps first, then the model's own cache, then no cache at all.
 """
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +18,29 @@ import torch
 from penstock.attention.backend import AttentionBackend, ForwardInputs
 from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
-from penstock.errors import UnsupportedModel
+from penstock.lanes.comparison import (
+    MOST_FAILURES,
+    Case,
+    Difference,
+    compared,
+    difference,
+    exact_limit,
+    first_line,
+    held_to_float32,
+    judged,
+    num_failed,
+    worst_of,
+)
 from penstock.lanes.own_cache import OwnCaches
 from penstock.lanes.packed import CannotPack, PackedModel, attention_calls, use_paged_attention
-from penstock.lanes.shrink import shrunken_models
 from penstock.lanes.signature import ForwardSignature, read_signature
 from penstock.lanes.verdicts import Finding, Verdict, Way
 
-TOLERANCE = 1e-4  # times the deviation of the logits, where that is above 1
-MOST_FAILURES = 1  # of three prompts: near-tied routers flip on rounding
 PROMPT_LENGTHS = (47, 61, 67)
 CHUNKINGS: tuple[tuple[int, ...], ...] = ((5, 1, 17, 2, 31), (7,), (3,), (1,))
 # Of two sequences that advance in the same calls; the last takes what is left of both.
 PACKED_SIZES = (*((1, 5), (9, 1), (3, 7), (1, 20)) * 2, (max(PROMPT_LENGTHS), max(PROMPT_LENGTHS)))
 BLOCK_SIZE = 8
-BFLOAT16_FACTOR = 1.5
 
 # (storage, block size, heads) -> a backend over it
 MakeAttention = Callable[[KvStorage, int, int], AttentionBackend]
@@ -45,75 +52,29 @@ def cpu_attention(storage: KvStorage, block_size: int, num_heads: int) -> Attent
     return CpuAttention(storage, block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Difference:
-    """Of one prompt: the largest over its rows, and what is allowed."""
-
-    largest: float
-    allowed: float
-
-    @property
-    def is_exact(self) -> bool:
-        return self.largest <= self.allowed
-
-
-def selfcheck(model: Any) -> Verdict:
-    """The verdict of a transformers model in memory. Its weights are not touched: a small copy is checked."""
-    return check_class(type(model), model.config, device=model.device)
+@torch.inference_mode()
+def check_text(model: Any, make_attention: MakeAttention = cpu_attention) -> Verdict:
+    """Of a small copy in float32."""
+    return _TextCheck(model, make_attention).verdict()
 
 
 @torch.inference_mode()
-def check_class(
-    model_class: Callable[[Any], Any],
-    config: Any,
-    *,
-    device: torch.device | None = None,
-    make_attention: MakeAttention = cpu_attention,
-) -> Verdict:
-    # A model fails in ways of its own, so every exception counts as a finding here and below.
-    why_not = "no small copy of this config could be made"
-    for model in shrunken_models(model_class, config):
-        small = model.to(device or torch.device("cpu"))
-        try:
-            return _Check(small, make_attention).verdict()
-        except UnsupportedModel:
-            raise
-        except Exception as error:
-            why_not = f"the small copy fails by itself ({_first_line(error)})"
-    unknown = Finding(exact=False, max_difference=None, reason=why_not)
-    return Verdict(way=Way.OWN_CACHE, packing=unknown, **unknown.model_dump())
-
-
-@torch.inference_mode()
-def check_real_weights(model: Any, verdict: Verdict, make_attention: MakeAttention = cpu_attention) -> Finding:
-    """In the weights' own dtype chunks may be no further from float32 than the whole prompt is, give or take a half.
-
-    A float32 copy of the model exists meanwhile.
-    """
-    check = _Check(model, make_attention)
-    exact = _Check(copy.deepcopy(model).float(), make_attention)
-    if verdict.way in (Way.PACKED, Way.PAGED):
-        own_attention = model.config._attn_implementation
+def check_real_text(model: Any, verdict: Verdict, make_attention: MakeAttention = cpu_attention) -> Finding:
+    """The loaded weights in their own dtype, in the way that the verdict allows. A float32 copy exists meanwhile."""
+    check = _TextCheck(model, make_attention)
+    exact = _TextCheck(copy.deepcopy(model).float(), make_attention)
+    own_attention = model.config._attn_implementation
+    has_pages = verdict.way in (Way.PACKED, Way.PAGED)
+    if has_pages:
         use_paged_attention(model)
-        read = check.paged_reader()
-    else:
-        own_attention = None
-        read = check.own_cache_reader(passes_mask=verdict.passes_mask)
-    found: list[_Difference] = []
-    for tokens, whole_TV, exact_TV in zip(check.prompts, check.whole_TV, exact.whole_TV, strict=True):
-        yardstick = (whole_TV - exact_TV).abs().max().item()
-        largest = (read(tokens, cycle(CHUNKINGS[0])) - exact_TV).abs().max().item()
-        found.append(_Difference(largest=largest, allowed=BFLOAT16_FACTOR * yardstick))
-    if own_attention is not None:
+    read = check.paged_reader() if has_pages else check.own_cache_reader(passes_mask=verdict.passes_mask)
+    found = held_to_float32(zip(check.cases(read), exact.whole_TV, strict=True), CHUNKINGS[0], model.dtype)
+    if has_pages:
         model.set_attn_implementation(own_attention)
-    worst = max(found, key=lambda one: one.largest / one.allowed if one.allowed else one.largest)
-    dtype = str(model.dtype).removeprefix("torch.")
-    yardstick = worst.allowed / BFLOAT16_FACTOR
-    reason = f"in {dtype}, chunked logits are {worst.largest:.2g} from float32 and whole ones {yardstick:.2g}"
-    return Finding(exact=_num_failed(found) <= MOST_FAILURES, max_difference=worst.largest, reason=reason)
+    return found
 
 
-class _Check:
+class _TextCheck:
     def __init__(self, model: Any, make_attention: MakeAttention) -> None:
         self.model = model
         self.signature: ForwardSignature = read_signature(model)
@@ -164,17 +125,12 @@ class _Check:
             inputs["use_cache"] = False
         return self.model(**inputs).logits[0].float()
 
-    def _chunking(self, read: Reader) -> Finding:
-        """Awkward chunkings of the three prompts against each read whole by the model itself."""
-        worst: list[_Difference] = []
+    def cases(self, read: Reader) -> Iterator[Case]:
         for tokens, whole_TV in zip(self.prompts, self.whole_TV, strict=True):
-            try:
-                worst.append(_worst(_difference(read(tokens, cycle(sizes)), whole_TV) for sizes in CHUNKINGS))
-            except Exception as error:
-                return Finding(exact=False, max_difference=None, reason=f"chunks fail: {_first_line(error)}")
-            if _num_failed(worst) > MOST_FAILURES:
-                break
-        return _judged(worst, "chunked logits", "the whole prompt's")
+            yield Case(whole=whole_TV, read=partial(read, tokens), allowed=exact_limit(whole_TV))
+
+    def _chunking(self, read: Reader) -> Finding:
+        return compared(self.cases(read), CHUNKINGS, what="chunked logits", against="the whole prompt's")
 
     def _packing(self) -> Finding:
         """Two sequences in one call against each alone."""
@@ -184,16 +140,16 @@ class _Check:
         except CannotPack as error:
             return Finding(exact=False, max_difference=None, reason=str(error))
         pairs = ((0, 1), (1, 2), (2, 0))
-        worst: list[_Difference] = []
+        worst: list[Difference] = []
         for pair in pairs:
             try:
                 logits = _read_together(packed, [self.prompts[index] for index in pair], self.device)
             except Exception as error:
-                return Finding(exact=False, max_difference=None, reason=f"packed calls fail: {_first_line(error)}")
-            worst.append(_worst(_difference(own, self.whole_TV[i]) for own, i in zip(logits, pair, strict=True)))
-            if _num_failed(worst) > MOST_FAILURES:
+                return Finding(exact=False, max_difference=None, reason=f"packed calls fail: {first_line(error)}")
+            worst.append(worst_of(difference(own, self.whole_TV[i]) for own, i in zip(logits, pair, strict=True)))
+            if num_failed(worst) > MOST_FAILURES:
                 break
-        return _judged(worst, "packed logits", "each sequence's alone")
+        return judged(worst, "packed logits", "each sequence's alone")
 
     # --- the ways of reading ---
 
@@ -305,39 +261,3 @@ def _advance_both(
         first = 0 if index == 0 else chunks[0][1] - chunks[0][0]
         logits[index].append(rows[first : first + end - start])
         places[index] = end
-
-
-def _difference(logits_TV: torch.Tensor, whole_TV: torch.Tensor) -> _Difference:
-    largest = (logits_TV - whole_TV).abs().max().item()
-    deviation = whole_TV.std().item()
-    return _Difference(largest=float("inf") if largest != largest else largest, allowed=TOLERANCE * max(1.0, deviation))
-
-
-def _worst(differences: Iterable[_Difference]) -> _Difference:
-    """The largest, or the first that is too large: then the rest need not be computed."""
-    worst = _Difference(largest=0.0, allowed=0.0)
-    for difference in differences:
-        worst = max(worst, difference, key=lambda one: one.largest)
-        if not worst.is_exact:
-            break
-    return worst
-
-
-def _num_failed(worst: Sequence[_Difference]) -> int:
-    return sum(not difference.is_exact for difference in worst)
-
-
-def _judged(worst: Sequence[_Difference], what: str, against: str) -> Finding:
-    if _num_failed(worst) > MOST_FAILURES:
-        largest = max(difference.largest for difference in worst)
-        allowed = min(difference.allowed for difference in worst)
-        if largest == float("inf"):
-            return Finding(exact=False, max_difference=None, reason=f"{what} are not numbers")
-        reason = f"{what} differ from {against} by {largest:.1e}, {allowed:.0e} is allowed"
-        return Finding(exact=False, max_difference=largest, reason=reason)
-    exact = [difference.largest for difference in worst if difference.is_exact]
-    return Finding(exact=True, max_difference=max(exact), reason=f"{what} agree with {against} to {max(exact):.1e}")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

@@ -29,6 +29,16 @@ def image_text_class(files: ModelFiles) -> tuple[type, Any]:
     return _class_of(files, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "has no image-text model in it")
 
 
+def seq2seq_class(files: ModelFiles) -> tuple[type, Any]:
+    """The same for an encoder-decoder model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    model_class, config = _class_of(files, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "has no text-to-text model in it")
+    if getattr(getattr(config, "encoder", config), "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # some releases hand softcaps to a kernel that leaves them out
+    return model_class, config
+
+
 def load_processor(files: ModelFiles) -> Any:
     """What makes a model's inputs from text and images; it may need libraries that are not installed."""
     from transformers import AutoProcessor
