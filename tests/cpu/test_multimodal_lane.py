@@ -45,6 +45,7 @@ from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, pick_lane
 from penstock.lanes.media_check import NOT_PACKED, check_picture
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.lanes.verdicts import Verdict, Way, save_verdict, verdict_key
+from penstock.request import Failed, Finished, Token
 
 EXACT = 1e-4
 NUM_GENERATED = 32
@@ -146,6 +147,45 @@ def test_requests_at_once_get_what_each_gets_alone(name, load):
     while len(outputs) < 2:
         outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
     assert [outputs[request_id].token_ids for request_id in ids] == alone
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+def test_a_stream_goes_on_while_images_are_encoded(name, load):
+    """Each picture is a call of the tower, each call has a step, and each of these steps writes a token."""
+    expected = answer(load(name)).token_ids
+    engine = load(name)
+    engine.model.lane.encoder_bytes = 1
+    settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
+    stream = engine.submit([5, 6, 7], **settings)
+    engine.step()
+    encoded = count_images(engine.model.lane.model, name)
+    asked = engine.submit(TEXT, images=pictures(2), **settings)
+    assert encoded == [], "nothing is encoded while a request is taken in"
+    for number in (1, 2):
+        written = [event.token_id for event in engine.step() if isinstance(event, Token) and event.request_id == stream]
+        assert (len(encoded), len(written)) == (number, 1)
+    outputs = {}
+    while len(outputs) < 2:
+        outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
+    assert outputs[asked].token_ids == expected
+    assert outputs[asked].num_prompt_tokens > outputs[stream].num_prompt_tokens
+
+
+def test_images_that_do_not_fit_their_placeholders_fail_their_own_request_alone(load, saved):
+    """A processor that says nothing of placeholders: the mistake shows once the images are encoded."""
+    engine = load("llava")
+    inputs = plain_inputs("llava", saved("llava")[1])
+    cut = {
+        name: tensor[:, 3:] if name in ("input_ids", "attention_mask") else tensor for name, tensor in inputs.items()
+    }
+    engine.model.lane.processor = MediaProcessor(TensorProcessor(cut))
+    stream = engine.submit([5, 6, 7], max_tokens=3, ignore_eos=True)
+    asked = engine.submit(TEXT, images=pictures(2), max_tokens=3)
+    events = [event for _ in range(5) for event in engine.step()]
+    assert [event.request_id for event in events if isinstance(event, Failed)] == [asked]
+    assert [len(event.output.token_ids) for event in events if isinstance(event, Finished)] == [0, 3]
+    assert stream not in engine.scheduler.sequences
+    assert not engine.scheduler.has_work
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])

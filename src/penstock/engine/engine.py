@@ -76,6 +76,16 @@ class _Active:
     predicted_bytes: int = 0
     media: MediaPrompt | None = None  # None: the lane reads text only
 
+    @property
+    def is_encoding(self) -> bool:
+        return self.media is not None and self.media.encoding is not None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        if self.feed is not None:
+            return self.feed.num_given
+        return self.request.num_read(len(self.request.prompt)) if self.media is None else self.media.num_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
@@ -275,12 +285,13 @@ class Engine:
 
         if self.lane.reads_whole:
             self._refuse_past_whole(num_tokens)
+        is_ready = media is None or media.encoding is None  # else its tokens follow when its images are encoded
         request = Request(
             id=self._next_id,
-            prompt=tokens,
+            prompt=tokens if is_ready else (),
             sampling=params,
             arrived_at=time.perf_counter(),
-            prompt_is_complete=feed is None,
+            prompt_is_complete=feed is None and is_ready,
             rotary=self.model.spec.rotary_variant(num_tokens),
             priority=priority,
             deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
@@ -310,11 +321,13 @@ class Engine:
         """One step for all requests; returns what happened since the last one."""
         self.scheduler.expire(time.perf_counter())
         self._collect_ended()
+        self._encode_images()
         self._feed_prompts()
         plan = self.scheduler.next_step()
         if plan is None:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
-            assert not is_stuck, "requests wait and none can run"
+            is_encoding = any(active.is_encoding for active in self._active.values())
+            assert is_encoding or not is_stuck, "requests wait and none can run"
             return self._take_events()
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
@@ -369,7 +382,7 @@ class Engine:
         return tokens
 
     def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
-        """The prompt as the lane reads it, where that reads images; its images are encoded here."""
+        """The prompt as the lane reads it, where that reads images; they are encoded in the steps before it is read."""
         reader = self.model.media
         if reader is None:
             refuse_media(prompt, images, self.lane.id)
@@ -399,10 +412,26 @@ class Engine:
                     f"memory budget allows {allowed}. Scale it down or raise --memory."
                 )
 
+    def _encode_images(self) -> None:
+        """One call of an encoder per step, so that running streams wait for no more than that."""
+        request_id, media = next(
+            ((request_id, active.media) for request_id, active in self._active.items() if active.is_encoding),
+            (0, None),
+        )
+        if media is None:
+            return
+        try:
+            media.encode_next()
+            if media.encoding is None:
+                self.scheduler.extend_prompt(request_id, media.input_ids[0].tolist(), is_last=True)
+        except PenstockError as error:
+            self._emit(Failed(request_id=request_id, error=error))
+            self.abort(request_id)
+
     def _feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk."""
         for sequence in list(self.scheduler.sequences.values()):
-            if sequence.prompt_is_complete:
+            if sequence.prompt_is_complete or self._active[sequence.id].media is not None:
                 continue
             feed = self._active[sequence.id].feed
             assert feed is not None
@@ -536,7 +565,7 @@ class Engine:
             text="".join(active.text),
             token_ids=tuple(active.token_ids),
             finish_reason=reason,
-            num_prompt_tokens=request.num_read(len(request.prompt)) if active.feed is None else active.feed.num_given,
+            num_prompt_tokens=active.num_prompt_tokens,
             num_computed_tokens=request.num_read(active.num_computed),
             num_cached_tokens=active.num_cached,
             chunks=tuple(active.chunks),
