@@ -162,6 +162,31 @@ def test_a_source_can_be_cancelled_within_a_chunk(load):
     assert not engine.model.lane._readings
 
 
+@pytest.mark.parametrize("name", ["t5", "bart", "t5gemma"])
+def test_an_answer_that_is_begun_is_read_in_chunks(name, folders, load):
+    model, begun = folders(name)[1], prompt(33, seed=4)
+    engine = load(name, chunk_size=7)
+    start = list(engine.model.lane.rules.start_tokens)
+    length = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(torch.tensor([SOURCE]), decoder_input_ids=torch.tensor([start + begun]), **length)
+    for given in (begun, " ".join(f"w{token}" for token in begun)):
+        output = engine.generate(SOURCE, answer_start=given, max_tokens=8, ignore_eos=True)
+        assert list(output.token_ids) == plain[0, -8:].tolist()
+    num_positions = engine.model.lane.num_passes * len(SOURCE) + len(start) + len(begun)
+    assert output.chunks[-1].end == num_positions
+    assert all(chunk.end - chunk.start <= 7 for chunk in output.chunks)
+
+
+def test_a_start_of_the_answer_is_refused_where_it_cannot_be_read(load, tiny):
+    with pytest.raises(PromptTooLong, match=r"begins with 4500 tokens; the decoder has positions for 4500\. Shorten"):
+        load("bart").submit(SOURCE, answer_start=[5] * 4499)
+    with (
+        Engine.load(str(tiny("llama")[0]), memory="1GiB") as engine,
+        pytest.raises(InvalidSetting, match="answer_start"),
+    ):
+        engine.submit([5], answer_start=[6])
+
+
 def test_a_translation_begins_with_the_forced_language(folders, load):
     model = folders("m2m100")[1]
     ids = torch.tensor([SOURCE[:40]])

@@ -248,13 +248,15 @@ class Engine:
         prompt: Prompt,
         *,
         images: Sequence[Any] = (),
+        answer_start: str | Sequence[int] = (),
         priority: int = 0,
         deadline_s: float | None = None,
         **sampling: Any,
     ) -> int:
         """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes.
 
-        An image is a path, the bytes of a file, or a PIL image.
+        An image is a path, the bytes of a file, or a PIL image. `answer_start`: text or tokens that the answer of an
+        encoder-decoder model begins with; they are read, not written.
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
@@ -281,8 +283,9 @@ class Engine:
             self._refuse_too_long(num_tokens)
             if params.prompt_logprobs is not None:
                 raise InvalidSetting("An encoder gives its source no log-probabilities. Leave prompt_logprobs out.")
-            tokens, source = self.model.source.prompt(tokens)
-
+            tokens, source = self.model.source.prompt(tokens, self._start_tokens(answer_start))
+        elif answer_start:
+            raise InvalidSetting("answer_start is for encoder-decoder models. Give it as part of the prompt.")
         if self.lane.reads_whole:
             self._refuse_past_whole(num_tokens)
         is_ready = media is None or media.encoding is None  # else its tokens follow when its images are encoded
@@ -380,6 +383,11 @@ class Engine:
             limit = self.model.spec.vocab_size - 1
             raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {limit}.")
         return tokens
+
+    def _start_tokens(self, answer_start: str | Sequence[int]) -> list[int]:
+        if isinstance(answer_start, str):
+            return self.tokenizer.encode(answer_start, add_special_tokens=False)
+        return self._encode(answer_start)
 
     def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
         """The prompt as the lane reads it, where that reads images; they are encoded in the steps before it is read."""

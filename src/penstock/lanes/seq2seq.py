@@ -113,13 +113,19 @@ class Seq2SeqLane:
                 "it or, to go past that, raise --context."
             )
 
-    def prompt(self, source: Sequence[int]) -> tuple[tuple[int, ...], SourceReading]:
-        """The positions of a request: source tokens in the first pass, nothing new in the others, then the start."""
+    def prompt(self, source: Sequence[int], answer_start: Sequence[int] = ()) -> tuple[tuple[int, ...], SourceReading]:
+        """The positions of a request: source tokens in the first pass, nothing new in the others, then the answer's
+        start, which is read in chunks like any tokens."""
+        start = (*self.rules.start_tokens, *answer_start)
+        if (limit := self.decoder.max_positions) is not None and len(start) >= limit:
+            raise PromptTooLong(
+                f"The answer begins with {len(start)} tokens; the decoder has positions for {limit}. Shorten its start."
+            )
         reading = SourceReading(
             num_tokens=len(source), num_passes=self.num_passes, max_answer_tokens=self.decoder.max_positions
         )
         filler = (0,) * (reading.num_positions - len(source))
-        return (*source, *filler, *self.rules.start_tokens), reading
+        return (*source, *filler, *start), reading
 
     @torch.no_grad()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
