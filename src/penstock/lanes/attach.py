@@ -17,6 +17,7 @@ from penstock.lanes.forward_call import ForwardPrompt, TextCall, num_tokens, rea
 from penstock.lanes.forward_check import CHUNK_SIZES, check_forward
 from penstock.lanes.forward_memory import forward_memory, held_bytes
 from penstock.lanes.media import MediaModel, media_model
+from penstock.lanes.selfcheck import check_attached
 
 DEFAULT_CHUNK_SIZE = 512
 PADDING_TRIED = 5  # tokens of padding in the check of padded prompts
@@ -205,7 +206,10 @@ def _require_model(model: Any) -> None:
 
 def _require_exact(model: Any, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, *, num_padding: int = 0) -> None:
     """The one place where a model must prove that chunks give what the whole prompt gives."""
-    found = check_forward(model, chunk_sizes=chunk_sizes, num_padding=num_padding)
+    if num_padding:
+        found = check_forward(model, chunk_sizes=chunk_sizes, num_padding=num_padding)
+    else:
+        found = check_attached(model)
     if not found.exact:
         padded = " when prompts are padded" if num_padding else ""
         raise UnsupportedModel(

@@ -10,6 +10,7 @@ import torch
 
 from penstock.errors import UnsupportedModel
 from penstock.lanes.comparison import first_line
+from penstock.lanes.forward_check import check_forward
 from penstock.lanes.media_check import check_image_text
 from penstock.lanes.shrink import remembers, shrunken_models
 from penstock.lanes.source_check import check_source
@@ -21,6 +22,9 @@ BLIND = Finding(
     max_difference=None,
     reason="a small copy forgets its first tokens so soon that a state lost between chunks would not show",
 )
+NO_COPY = Finding(exact=False, max_difference=None, reason="no small copy of this config could be made")
+SMALL_CHUNK_SIZES = (17, 7, 3, 1)  # the first is longer than the windows of a small copy
+_attached: dict[tuple[type, str], Finding] = {}  # of this process, because a model may be attached many times
 
 
 def selfcheck(model: Any) -> Verdict:
@@ -35,20 +39,39 @@ def check_class(
     device: torch.device | None = None,
     make_attention: MakeAttention = cpu_attention,
 ) -> Verdict:
+    found = _on_small_copy(model_class, config, device or torch.device("cpu"), _form(config, make_attention))
+    if isinstance(found, Verdict):
+        return found
+    return Verdict(way=Way.OWN_CACHE, packing=found, **found.model_dump())
+
+
+def check_attached(model: Any) -> Finding:
+    """Of the forward that `attach` cuts: on a small copy, whose windows are within reach, then on the model itself."""
+    key = (type(model), model.config.to_json_string())
+    if key not in _attached:
+        small_form = partial(check_forward, chunk_sizes=SMALL_CHUNK_SIZES)
+        _attached[key] = _on_small_copy(type(model), model.config, model.device, small_form)
+    found = _attached[key]
+    is_wrong = not found.exact and found.max_difference is not None  # else a copy could not tell
+    return found if is_wrong else check_forward(model)
+
+
+def _on_small_copy(
+    model_class: Callable[[Any], Any], config: Any, device: torch.device, check: Callable[[Any], Finding]
+) -> Finding:
     """The first copy that can be made and run is judged; later ones are larger, for configs that resist."""
-    check = _form(config, make_attention)
-    why_not = "no small copy of this config could be made"
-    for small in shrunken_models(model_class, config, device or torch.device("cpu")):
+    found = NO_COPY
+    for small in shrunken_models(model_class, config, device):
         try:
             is_telling = remembers(small)
-            verdict = check(small)
-            return verdict if is_telling or not verdict.exact else verdict.model_copy(update=BLIND.model_dump())
+            found = check(small)
+            return found if is_telling or not found.exact else found.model_copy(update=BLIND.model_dump())
         except UnsupportedModel:
             raise
         except Exception as error:  # a model fails in ways of its own
-            why_not = f"the small copy fails by itself ({first_line(error)})"
-    unknown = Finding(exact=False, max_difference=None, reason=why_not)
-    return Verdict(way=Way.OWN_CACHE, packing=unknown, **unknown.model_dump())
+            reason = f"the small copy fails by itself ({first_line(error)})"
+            found = Finding(exact=False, max_difference=None, reason=reason)
+    return found
 
 
 def _form(config: Any, make_attention: MakeAttention) -> Callable[[Any], Verdict]:
