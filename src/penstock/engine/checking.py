@@ -55,6 +55,8 @@ class Checks:
         with quiet_library():
             model_class, config = CLASS_BY_LANE[facts.id](files)
             verdict = check_class(model_class, config, device=device, make_attention=attention_backend)
+        return_freed_memory()
+        forget_peak()
         checks = cls(files=files, facts=facts, dtype=dtype, device=device, verdict=verdict)
         checks.keep()
         return checks

@@ -7,16 +7,9 @@ from typing import Any
 
 import torch
 
-from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.config import EngineConfig
 from penstock.engine.checking import Checks
-from penstock.engine.loading import (
-    LoadedModel,
-    attention_backend,
-    chat_template,
-    gpu_memory,
-    load_tokenizer,
-    return_freed_memory,
-)
+from penstock.engine.loading import LoadedModel, LoadStart, attention_backend
 from penstock.engine.planning import (
     NO_SHARED_PREFIXES,
     choose_dtype,
@@ -33,9 +26,7 @@ from penstock.lanes.verdicts import judged
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import GenericSpec, generic_spec
 from penstock.models.pretrained import causal_class, load_causal, quiet_library
-from penstock.plan.machine import default_memory_budget, resident_bytes
 from penstock.plan.memory import MemoryModel
-from penstock.prompt.tokens import Tokenizer
 
 
 def load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -45,51 +36,37 @@ def load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, devi
 
 def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
     spec = generic_spec(files.config)
-    dtype = choose_dtype(config.dtype, files.config, device.type)
     model_class, model_config = causal_class(files)
-    checks = Checks.of(files, facts, dtype, device)
+    checks = Checks.of(files, facts, choose_dtype(config.dtype, files.config, device.type), device)
     judged(facts, checks.verdict, is_strict=config.strict)  # refuses before any weight is loaded
-    parts = load_tokenizer(files)
-    tokenizer = Tokenizer(parts.backend)
-    gpu = gpu_memory(device)
-    return_freed_memory()
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
+    start = LoadStart.of(files, config, device)
+    dtype, budget = start.dtype, start.budget_bytes
     max_context, warnings = context_limit(config, spec.max_context)
-    memory = generic_memory_model(files, spec, checks.verdict, config, dtype, runtime_bytes, budget, device.type)
+    memory = generic_memory_model(files, spec, checks.verdict, config, dtype, start.runtime_bytes, budget, device.type)
     require_room(memory, config, budget, device.type)
     model = load_causal(files, model_class, model_config, getattr(torch, dtype)).to(device)
     checks = checks.with_real_weights(
-        model, budget - runtime_bytes, lambda: check_real_text(model, checks.verdict, attention_backend)
+        model, start.free_bytes, lambda: check_real_text(model, checks.verdict, attention_backend)
     )
-    verdict = checks.verdict
-    facts = checks.noted(judged(facts, verdict, is_strict=config.strict), model)
-    entering = EnteringModel(model, verdict)
+    facts = checks.noted(judged(facts, checks.verdict, is_strict=config.strict), model)
+    entering = EnteringModel(model, checks.verdict)
     spec = _measured(spec, entering)
     shape = _measured_shape(memory, spec, entering)
-    num_states = num_own_states(shape, config, budget - runtime_bytes - shape.weight_bytes)
+    num_states = num_own_states(shape, config, start.free_bytes - shape.weight_bytes)
     memory = dataclasses.replace(memory, shape=shape, num_running_states=num_states)
-    num_tokens = require_room(memory, config, budget, device.type)
-    num_blocks = -(-min(num_tokens, max_context * (num_states or config.max_running)) // config.block_size)
+    num_tokens = min(
+        require_room(memory, config, budget, device.type), max_context * (num_states or config.max_running)
+    )
+    ways: Any = entering.caches()
     if entering.calls:
-        storage = entering.pages(num_blocks * config.block_size)
-        ways: Any = entering.packed(attention_backend(storage, config.block_size, entering.calls[0].num_heads))
-    else:
-        ways = entering.caches()
-    return LoadedModel(
-        name=files.name,
-        identity=f"{files.identity}:{dtype}",
+        storage = entering.pages(start.num_blocks(num_tokens) * config.block_size)
+        ways = entering.packed(attention_backend(storage, config.block_size, entering.calls[0].num_heads))
+    return start.loaded(
         spec=spec,
         lane=GenericTextLane(ways, shape=memory.shape, facts=facts),
-        tokenizer=tokenizer,
-        chat_template=chat_template(parts),
-        eos_ids=parts.eos_ids,
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=num_blocks,
+        num_tokens=num_tokens,
         max_context=max_context,
-        dtype=dtype,
-        device=device,
         adjustments=(*warnings, *way_adjustments(facts, config)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.engine.planning import (
 )
 from penstock.errors import InvalidSetting
 from penstock.lanes.graphs import SIZES, DecodeGraphs
-from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, pick_lane
+from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, SEQ2SEQ_SOURCE, Lane, LaneFacts, pick_lane
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
@@ -68,6 +69,74 @@ class LoadedModel:
     media: MediaPromptReader | None = None  # None: the model reads text only
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStart:
+    """What every loader begins with: the tokenizer, and the memory that is there before the weights."""
+
+    files: ModelFiles
+    config: EngineConfig
+    device: torch.device
+    dtype: str
+    parts: TokenizerParts
+    tokenizer: Tokenizer
+    runtime_bytes: int
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, files: ModelFiles, config: EngineConfig, device: torch.device) -> LoadStart:
+        """Libraries that the model needs are imported before, so that they count as part of the runtime."""
+        parts = load_tokenizer(files)
+        tokenizer = Tokenizer(parts.backend)
+        gpu = gpu_memory(device)
+        return_freed_memory()
+        return cls(
+            files=files,
+            config=config,
+            device=device,
+            dtype=choose_dtype(config.dtype, files.config, device.type),
+            parts=parts,
+            tokenizer=tokenizer,
+            runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE,
+            budget_bytes=config.memory or (gpu.default_budget if gpu else default_memory_budget()),
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.runtime_bytes
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def loaded(
+        self,
+        *,
+        spec: DecoderSpec | GenericSpec | Seq2SeqSpec,
+        lane: Lane,
+        memory: MemoryModel,
+        num_tokens: int,
+        max_context: int,
+        adjustments: Iterable[str],
+        **others: Any,
+    ) -> LoadedModel:
+        """`others` take the place of what the tokenizer's files say, or are fields of some models alone."""
+        usual: dict[str, Any] = {"chat_template": chat_template(self.parts), "eos_ids": self.parts.eos_ids}
+        return LoadedModel(
+            name=self.files.name,
+            identity=f"{self.files.identity}:{self.dtype}",
+            spec=spec,
+            lane=lane,
+            tokenizer=self.tokenizer,
+            memory=memory,
+            budget_bytes=self.budget_bytes,
+            num_blocks=self.num_blocks(num_tokens),
+            max_context=max_context,
+            dtype=self.dtype,
+            device=self.device,
+            adjustments=tuple(adjustments),
+            **usual | others,
+        )
+
+
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     files = resolve(name)
     facts = pick_lane(files.config, config.lane)
@@ -87,23 +156,21 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         from penstock.engine.generic_loading import load_generic
 
         return load_generic(files, facts, config, device)
+    return load_native(files, facts, config, device)
+
+
+def load_native(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
     spec = decoder_spec(files.config)
-    dtype = choose_dtype(config.dtype, files.config, device.type)
-    parts = load_tokenizer(files)
-    tokenizer = Tokenizer(parts.backend)
-    gpu = gpu_memory(device)
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
-    memory = memory_model(files, config, dtype, runtime_bytes, budget, device.type)
+    start = LoadStart.of(files, config, device)
+    budget, torch_dtype = start.budget_bytes, getattr(torch, start.dtype)
+    memory = memory_model(files, config, start.dtype, start.runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
-    num_blocks = -(-num_tokens // config.block_size)
-    torch_dtype = getattr(torch, dtype)
     decoder = Decoder(spec, dtype=torch_dtype, device=device)
     decoder.load(open_weights(files))
     storage = KvStorage(
         num_layers=spec.num_attention_layers,
-        num_slots=num_blocks * config.block_size,
+        num_slots=start.num_blocks(num_tokens) * config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         dtype=torch_dtype,
@@ -112,21 +179,13 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     attention = attention_backend(storage, config.block_size, spec.num_heads)
     graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
     states = state_storage(spec, memory, torch_dtype, device)
-    return LoadedModel(
-        name=name,
-        identity=f"{files.identity}:{dtype}",
+    return start.loaded(
         spec=spec,
         lane=NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states),
-        tokenizer=tokenizer,
-        chat_template=chat_template(parts),
-        eos_ids=parts.eos_ids,
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=num_blocks,
+        num_tokens=num_tokens,
         max_context=max_context,
-        dtype=dtype,
-        device=device,
-        adjustments=tuple(warnings),
+        adjustments=warnings,
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.config import EngineConfig
 from penstock.engine.checking import Checks
 from penstock.engine.generic_loading import way_adjustments
-from penstock.engine.loading import LoadedModel, gpu_memory, load_tokenizer, return_freed_memory
+from penstock.engine.loading import LoadedModel, LoadStart
 from penstock.engine.media_prompts import MediaPromptReader
 from penstock.engine.planning import (
     choose_dtype,
@@ -31,10 +31,8 @@ from penstock.lanes.verdicts import Verdict, judged
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import generic_spec
 from penstock.models.pretrained import image_text_class, load_causal, load_processor, quiet_library
-from penstock.plan.machine import default_memory_budget, resident_bytes
 from penstock.prompt.load import TokenizerParts
 from penstock.prompt.render import ChatTemplate
-from penstock.prompt.tokens import Tokenizer
 
 SPAN_BOUNDARY = "any token outside images, which see themselves"
 
@@ -49,18 +47,14 @@ def load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, d
 def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
     model_class, model_config = image_text_class(files)
     spec = generic_spec(model_config.to_dict())
-    dtype = choose_dtype(config.dtype, files.config, device.type)
-    checks = Checks.of(files, facts, dtype, device)
+    checks = Checks.of(files, facts, choose_dtype(config.dtype, files.config, device.type), device)
     judged(facts, checks.verdict, is_strict=config.strict)  # refuses before any weight is loaded
-    parts = load_tokenizer(files)
     processor, why_no_images = _processor(files)
-    gpu = gpu_memory(device)
-    return_freed_memory()
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
+    start = LoadStart.of(files, config, device)
+    dtype, budget, parts = start.dtype, start.budget_bytes, start.parts
     max_context, warnings = context_limit(config, spec.max_context)
     memory = generic_memory_model(
-        files, spec, None, config, dtype, runtime_bytes, budget, device.type, reads_images=True
+        files, spec, None, config, dtype, start.runtime_bytes, budget, device.type, reads_images=True
     )
     require_room(memory, config, budget, device.type)
     model = load_causal(files, model_class, model_config, getattr(torch, dtype)).to(device)
@@ -79,7 +73,7 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
         facts=facts,
     )
     _require_cache(lane)
-    checks = _checked(lane, checks, budget - runtime_bytes)
+    checks = _checked(lane, checks, start.free_bytes)
     lane.facts = checks.noted(_facts(lane, checks.verdict, config), model)
     lane.shape = dataclasses.replace(
         memory.shape,
@@ -87,28 +81,19 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
         state_bytes=lane.cache_bytes()[0],
         attends_through_scores=model.config.get_text_config()._attn_implementation == "eager",
     )
-    num_states = num_own_states(lane.shape, config, budget - runtime_bytes - lane.shape.weight_bytes)
+    num_states = num_own_states(lane.shape, config, start.free_bytes - lane.shape.weight_bytes)
     memory = dataclasses.replace(memory, shape=lane.shape, num_running_states=num_states)
     num_tokens = require_room(memory, config, budget, device.type)
-    tokenizer, template = Tokenizer(parts.backend), _template(processor, parts)
-    return LoadedModel(
-        name=files.name,
-        identity=f"{files.identity}:{dtype}",
+    template, bos_token = _template(processor, parts), parts.special_tokens.get("bos_token")
+    return start.loaded(
         spec=spec,
         lane=lane,
-        tokenizer=tokenizer,
-        chat_template=template,
-        eos_ids=parts.eos_ids,
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=-(-min(num_tokens, max_context * (num_states or config.max_running)) // config.block_size),
+        num_tokens=min(num_tokens, max_context * (num_states or config.max_running)),
         max_context=max_context,
-        dtype=dtype,
-        device=device,
         adjustments=(*warnings, *way_adjustments(lane.facts, config)),
-        media=MediaPromptReader(
-            lane=lane, tokenizer=tokenizer, template=template, bos_token=parts.special_tokens.get("bos_token")
-        ),
+        chat_template=template,
+        media=MediaPromptReader(lane=lane, tokenizer=start.tokenizer, template=template, bos_token=bos_token),
     )
 
 

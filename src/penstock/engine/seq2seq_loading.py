@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.config import EngineConfig
 from penstock.engine.checking import Checks
 from penstock.engine.generic_loading import way_adjustments
-from penstock.engine.loading import LoadedModel, chat_template, gpu_memory, load_tokenizer, return_freed_memory
+from penstock.engine.loading import LoadedModel, LoadStart
 from penstock.engine.planning import TILINGS, choose_dtype, context_limit, require_room
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import DTYPE_BYTES, LaneFacts
@@ -19,9 +19,7 @@ from penstock.lanes.source_check import check_real_encoder
 from penstock.lanes.verdicts import judged
 from penstock.models.files import ModelFiles
 from penstock.models.pretrained import load_causal, quiet_library, seq2seq_class
-from penstock.plan.machine import default_memory_budget, resident_bytes
 from penstock.plan.memory import MemoryModel
-from penstock.prompt.tokens import Tokenizer
 
 
 def load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -34,43 +32,32 @@ def load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, devi
 def _load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
     model_class, model_config = seq2seq_class(files)
     spec = seq2seq_spec(files.config)
-    dtype = choose_dtype(config.dtype, files.config, device.type)
-    checks = Checks.of(files, facts, dtype, device)
+    checks = Checks.of(files, facts, choose_dtype(config.dtype, files.config, device.type), device)
     judged(facts, checks.verdict, is_strict=config.strict)  # refuses before any weight is loaded
-    parts = load_tokenizer(files)
-    gpu = gpu_memory(device)
-    return_freed_memory()
+    start = LoadStart.of(files, config, device)
     memory = MemoryModel(
-        shape=seq2seq_shape(spec, DTYPE_BYTES[dtype]),
+        shape=seq2seq_shape(spec, DTYPE_BYTES[start.dtype]),
         tiling=TILINGS[device.type],
-        runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE,
+        runtime_bytes=start.runtime_bytes,
         block_size=config.block_size,
     )
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
     max_source, warnings = context_limit(config, spec.max_source)
-    num_tokens = min(require_room(memory, config, budget, device.type), 2 * max_source * config.max_running)
-    model = load_causal(files, model_class, model_config, getattr(torch, dtype)).to(device)
-    checks = checks.with_real_weights(model, budget - memory.runtime_bytes, lambda: check_real_encoder(model))
+    room = require_room(memory, config, start.budget_bytes, device.type)
+    model = load_causal(files, model_class, model_config, getattr(torch, start.dtype)).to(device)
+    checks = checks.with_real_weights(model, start.free_bytes, lambda: check_real_encoder(model))
     facts = checks.noted(judged(facts, checks.verdict, is_strict=config.strict), model)
     lane = Seq2SeqLane(model, facts=facts, shape=memory.shape, max_source=max_source)
     warnings += way_adjustments(facts, config)
     if config.overlap:
         warnings.append(f"overlap {config.overlap} has no meaning for a source; it is 0")
-    return LoadedModel(
-        name=files.name,
-        identity=f"{files.identity}:{dtype}",
+    return start.loaded(
         spec=spec,
         lane=lane,
-        tokenizer=Tokenizer(parts.backend),
-        chat_template=chat_template(parts),
-        eos_ids=parts.eos_ids | _end_tokens(model.generation_config),
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=-(-num_tokens // config.block_size),
+        num_tokens=min(room, 2 * max_source * config.max_running),
         max_context=2 * max_source,
-        dtype=dtype,
-        device=device,
         adjustments=(*warnings, *lane.rules.not_done),
+        eos_ids=start.parts.eos_ids | _end_tokens(model.generation_config),
         source=lane,
     )
 
