@@ -46,7 +46,9 @@ def _load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     model = load_causal(files, model_class, model_config, getattr(torch, start.dtype)).to(device)
     checks = checks.with_real_weights(model, start.free_bytes, lambda: check_real_encoder(model))
     facts = checks.noted(judged(facts, checks.verdict, is_strict=config.strict), model)
-    lane = Seq2SeqLane(model, facts=facts, shape=memory.shape, max_source=max_source)
+    chunked = checks.verdict.answer_chunks
+    why_no_start = "" if chunked is None or chunked.exact else chunked.reason
+    lane = Seq2SeqLane(model, facts=facts, shape=memory.shape, max_source=max_source, why_no_start=why_no_start)
     warnings += way_adjustments(facts, config)
     if config.overlap:
         warnings.append(f"overlap {config.overlap} has no meaning for a source; it is 0")

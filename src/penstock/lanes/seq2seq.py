@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.attention.backend import ForwardInputs
-from penstock.errors import InvalidModelFile, PromptTooLong
+from penstock.errors import InvalidModelFile, InvalidSetting, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.source_decoder import CrossStates, SourceDecoder
 from penstock.lanes.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
@@ -85,7 +85,12 @@ class _Reading:
 
 
 class Seq2SeqLane:
-    def __init__(self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int) -> None:
+    """`why_no_start`: why an answer that is begun cannot be read in chunks; empty where it can."""
+
+    def __init__(
+        self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int, why_no_start: str = ""
+    ) -> None:
+        self.why_no_start = why_no_start
         self.model = model
         self.shape = shape
         self.decoder = SourceDecoder(model)
@@ -116,6 +121,8 @@ class Seq2SeqLane:
     def prompt(self, source: Sequence[int], answer_start: Sequence[int] = ()) -> tuple[tuple[int, ...], SourceReading]:
         """The positions of a request: source tokens in the first pass, nothing new in the others, then the answer's
         start, which is read in chunks like any tokens."""
+        if answer_start and self.why_no_start:
+            raise InvalidSetting(f"A begun answer is not exact on this model: {self.why_no_start}. Leave it out.")
         start = (*self.rules.start_tokens, *answer_start)
         if (limit := self.decoder.max_positions) is not None and len(start) >= limit:
             raise PromptTooLong(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,22 +21,20 @@ from penstock.lanes.verdicts import Finding, Verdict, Way
 
 SOURCE_LENGTHS = (37, 29, 41)
 TILINGS: tuple[tuple[int, ...], ...] = ((7,), (5, 1, 17, 2, 31))
-ANSWER_CHUNKS = (4, 1, 3, 1)
+NUM_ANSWERED = 9
 NOT_PACKED = Finding(exact=False, max_difference=None, reason="one sequence per call: a source is read layer by layer")
 
 
 @torch.no_grad()
 def check_source(model: Any) -> Verdict:
     """Of a small copy in float32: the encoder's states, then the decoder's logits over a source read in tiles."""
-    found = check_encoder(model)
+    found, chunked = check_encoder(model), None
     if found.exact:
         encoder, decoder = TiledEncoder(encoder_of(model)), SourceDecoder(model)
-        answers = compared(
-            _answers(model, encoder, decoder), TILINGS, what="logits over tiles", against="the plain ones"
-        )
-        if not answers.exact:
-            found = answers
-    return Verdict(way=Way.TILES, packing=NOT_PACKED, **found.model_dump())
+        singly = compared(_answers(encoder, decoder), TILINGS, what="logits over tiles", against="the plain ones")
+        found = found if singly.exact else singly
+        chunked = check_decoder(model)
+    return Verdict(way=Way.TILES, packing=NOT_PACKED, answer_chunks=chunked, **found.model_dump())
 
 
 @torch.no_grad()
@@ -62,7 +60,7 @@ def check_encoder(model: Any, *, is_loaded: bool = False) -> Finding:
 
 @torch.no_grad()
 def check_decoder(model: Any) -> Finding:
-    """A decoder prompt in chunks through the loaded model."""
+    """An answer that is begun, in chunks."""
     ids_1S = next(_sources(encoder_of(model), TiledEncoder(encoder_of(model))))
     output = encoder_of(model)(input_ids=ids_1S, attention_mask=torch.ones_like(ids_1S))
     inputs = {"decoder_input_ids": ids_1S, "encoder_outputs": output}
@@ -117,21 +115,21 @@ def _read(encoder: TiledEncoder, ids_1S: torch.Tensor, sizes: Iterator[int]) -> 
     return state
 
 
-def _answers(model: Any, encoder: TiledEncoder, decoder: SourceDecoder) -> Iterator[Case]:
-    """The rows that end a chunk of the answer, which are those that a lane samples from."""
-    ends = torch.tensor(ANSWER_CHUNKS).cumsum(0) - 1
-    for ids_1S in _sources(encoder_of(model), encoder):
-        answer_1T = ids_1S[:, : sum(ANSWER_CHUNKS)]
-        whole_TV = model(input_ids=ids_1S, decoder_input_ids=answer_1T, use_cache=False).logits[0].float()
-        read = partial(_answer_in_chunks, encoder, decoder, ids_1S, answer_1T)
-        yield Case(whole=whole_TV[ends.to(whole_TV.device)], read=read, allowed=exact_limit(whole_TV))
+def _answers(encoder: TiledEncoder, decoder: SourceDecoder) -> Iterator[Case]:
+    """Token by token, as `generate` writes: over plain states, and over tiles."""
+    for ids_1S in _sources(encoder.encoder, encoder):
+        answer = ids_1S[:, :NUM_ANSWERED].split(1, dim=1)
+        hidden_1SM, cache = _states(encoder.encoder, ids_1S), decoder.new_cache()
+        plain_TV = torch.cat([decoder.logits(token, hidden_1SM, cache) for token in answer])
+        read = partial(_answer_over_tiles, encoder, decoder, ids_1S, answer)
+        yield Case(whole=plain_TV, read=read, allowed=exact_limit(plain_TV))
 
 
-def _answer_in_chunks(
+def _answer_over_tiles(
     encoder: TiledEncoder,
     decoder: SourceDecoder,
     ids_1S: torch.Tensor,
-    answer_1T: torch.Tensor,
+    answer: Sequence[torch.Tensor],
     sizes: Iterator[int],
 ) -> torch.Tensor:
     hidden_1SM = _read(encoder, ids_1S, sizes).hidden_BSM
@@ -142,4 +140,4 @@ def _answer_in_chunks(
         decoder.add_keys(cross, hidden_1SM[:, start:stop], start)
         start = stop
     cache = decoder.cache(cross)
-    return torch.cat([decoder.logits(part, hidden_1SM, cache) for part in answer_1T.split(list(ANSWER_CHUNKS), dim=1)])
+    return torch.cat([decoder.logits(token, hidden_1SM, cache) for token in answer])

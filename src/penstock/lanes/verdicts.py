@@ -48,6 +48,7 @@ class Verdict(Finding):
     way: Way
     passes_mask: bool = False  # to a model with its own cache
     packing: Finding  # several sequences in one call against each alone
+    answer_chunks: Finding | None = None  # of a decoder over its source; a begun answer is refused where not exact
     picture: Finding | None = None  # among text, on the loaded model; None: no picture was tried
     real_weights: Finding | None = None  # in their own dtype; None where that dtype is float32
 
