@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from PIL import Image
-from tiny_models import VOCABULARY, prompt
+from tiny_models import VOCABULARY, prompt, save_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -272,3 +273,48 @@ def pictures(num_images: int) -> list[Image.Image]:
         Image.fromarray(torch.randint(0, 256, (40, 30, 3), generator=generator, dtype=torch.uint8).numpy())
         for _ in range(num_images)
     ]
+
+
+# Made without more libraries; the processors of the other kinds need torchvision.
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "llava": llava_processor,
+    "gemma3": gemma3_processor,
+    "idefics3": idefics3_processor,
+}
+TEXT = "w1 w2 <image> w3 w4 w5 <image> w6 w7 w8 w9"
+TEMPLATE = (
+    "{% for message in messages %}{{ ' ' + message['role'] }}{% for part in message['content'] %}"
+    "{{ ' <image> ' if part['type'] == 'image' else ' ' + part['text'] }}{% endfor %}{% endfor %} w9"
+)
+
+
+class TensorProcessor:
+    """Called as processors are: any text and pictures become the tensors that a processor makes of two pictures."""
+
+    image_token = "<image>"
+
+    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
+        self.inputs = inputs
+
+    def __call__(self, text, images=(), return_tensors="pt"):
+        assert len(images) == text[0].count(self.image_token)
+        return dict(self.inputs)
+
+
+def save_tiny_vision_model(name: str, folder: Path) -> PreTrainedModel:
+    """A folder as users have them; where a processor can be made, the folder has it."""
+    model = tiny_vision_model(name)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    if name in PROCESSORS:
+        processor = PROCESSORS[name]()
+        processor.chat_template = TEMPLATE
+        processor.save_pretrained(folder)
+    return model
+
+
+def plain_inputs(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What plain transformers is given for TEXT and two pictures."""
+    if name in PROCESSORS:
+        return dict(PROCESSORS[name]()(text=[TEXT], images=pictures(2), return_tensors="pt"))
+    return processed_prompt(name, model)

@@ -130,7 +130,6 @@ class Request:
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
-    media_keys: tuple[MediaKey, ...] = ()  # part of the prefix hash
 
     @property
     def first_decoder_position(self) -> int:
@@ -182,6 +181,7 @@ class Sequence:
     joined_at: int = 0  # prompt tokens that the engine had read when this one came
     num_read: int = 0  # prompt tokens read of this one, repeats after a preemption included
     is_paused: bool = False
+    media_keys: tuple[MediaKey, ...] = ()  # part of the prefix hash
     is_leaving: bool = False  # it has ended or must end, and does so when nothing of it is in flight
     abort_reason: FinishReason | None = None  # why it must end before its last token
     state_slot: int | None = None  # None: not running, or the model has no recurrent state

@@ -271,6 +271,23 @@ def test_a_model_that_forgets_its_state_is_refused(make):
         penstock.attach(recurrent_model(make()), chunk_size=7)
 
 
+class ForgetsPastItsWindow(transformers.MistralForCausalLM):
+    """Right while all is within the window, as a short prompt always is."""
+
+    def forward(self, *args, past_key_values=None, **kwargs):
+        if past_key_values is not None and past_key_values.get_seq_length() >= self.config.sliding_window:
+            past_key_values = None
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+
+
+def test_what_lies_past_a_window_is_tried_on_a_small_copy():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
+    config = transformers.MistralConfig(**sizes, intermediate_size=48, num_key_value_heads=2, sliding_window=4096)
+    penstock.detach(penstock.attach(transformers.MistralForCausalLM(config).eval()).model)
+    with pytest.raises(UnsupportedModel, match="cannot be read in chunks: chunked logits differ"):
+        penstock.attach(ForgetsPastItsWindow(config).eval())
+
+
 def test_padding_that_a_state_would_remember_is_refused():
     """Single steps of this model do not mask padding; chunks of several tokens do."""
     config = transformers.FalconH1Config(**(HYBRID | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16}))

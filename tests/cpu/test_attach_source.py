@@ -55,6 +55,34 @@ def test_a_budget_lowers_the_tile_or_refuses(model):
         generated(model, ids)
 
 
+def test_a_long_decoder_prompt_is_read_in_chunks(model):
+    ids, begun = torch.tensor([prompt(40)]), torch.tensor([prompt(33, seed=4)])
+    plain = generated(model, ids, decoder_input_ids=begun)
+    lengths = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with penstock.attach(model, chunk_size=7):
+        generated(model, ids, decoder_input_ids=begun)  # the decoder is checked here
+        lengths.clear()
+        found = generated(model, ids, decoder_input_ids=begun)
+    hook.remove()
+    assert torch.equal(found.sequences, plain.sequences)
+    assert (torch.stack(found.logits) - torch.stack(plain.logits)).abs().max() <= 1e-4
+    num_begun = plain.sequences.shape[1] - 12  # generate puts its start token before them where it is missing
+    assert lengths[:6] == [7, 7, 7, 7, num_begun - 28, 1]
+    assert "forward" not in vars(model)
+
+
+def test_progress_predicts_the_peak(model):
+    told = []
+    with penstock.attach(model, chunk_size=16, on_progress=told.append):
+        generated(model, torch.tensor([prompt(90)]))
+    states = 90 * model.get_encoder().config.hidden_size * model.dtype.itemsize
+    assert told[0].predicted_peak_bytes >= told[0].memory_bytes + states - 1_000_000
+    assert {event.predicted_peak_bytes for event in told} == {told[0].predicted_peak_bytes}
+
+
 def test_what_cannot_be_read_in_tiles_is_refused(model):
     with penstock.attach(model, chunk_size=16), pytest.raises(InvalidSetting, match="output_hidden_states"):
         generated(model, torch.tensor([prompt(40)]), output_hidden_states=True)

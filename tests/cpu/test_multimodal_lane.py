@@ -4,8 +4,10 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,17 +18,17 @@ from tiny_seq2seq import save_tiny_seq2seq
 from tiny_vision_models import (
     IMAGE_TOKEN,
     KINDS,
+    TEXT,
+    TensorProcessor,
     count_images,
-    gemma3_processor,
-    idefics3_processor,
-    llava_processor,
     pictures,
-    processed_prompt,
-    tiny_vision_model,
+    plain_inputs,
+    save_tiny_vision_model,
 )
 
-from penstock.config import load_config
+from penstock.config import EngineConfig, load_config
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.doctor import examine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.planning import plan
@@ -40,32 +42,14 @@ from penstock.errors import (
     UnsupportedModel,
 )
 from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, pick_lane
-from penstock.lanes.media_check import NOT_PACKED, check_media
+from penstock.lanes.media_check import NOT_PACKED, check_picture
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.lanes.verdicts import Verdict, Way, save_verdict, verdict_key
+from penstock.request import Failed, Finished, Token
 
 EXACT = 1e-4
 NUM_GENERATED = 32
-WITH_PROCESSOR = {"llava": llava_processor, "gemma3": gemma3_processor, "idefics3": idefics3_processor}
 NUM_ENCODED = dict.fromkeys(KINDS, 2) | {"idefics3": 10}  # two pictures, or each in four tiles and whole
-TEXT = "w1 w2 <image> w3 w4 w5 <image> w6 w7 w8 w9"
-TEMPLATE = (
-    "{% for message in messages %}{{ ' ' + message['role'] }}{% for part in message['content'] %}"
-    "{{ ' <image> ' if part['type'] == 'image' else ' ' + part['text'] }}{% endfor %}{% endfor %} w9"
-)
-
-
-class TensorProcessor:
-    """Called as processors are: text and two pictures become the tensors that a processor of this kind makes."""
-
-    image_token = "<image>"
-
-    def __init__(self, inputs):
-        self.inputs = inputs
-
-    def __call__(self, text, images=None, return_tensors="pt"):
-        assert len(images) == 2
-        return dict(self.inputs)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +60,7 @@ def saved(tmp_path_factory):
     def make(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            model = tiny_vision_model(name)
-            model.save_pretrained(folder)
-            save_tokenizer(folder)
-            if name in WITH_PROCESSOR:
-                processor = WITH_PROCESSOR[name]()
-                processor.chat_template = TEMPLATE
-                processor.save_pretrained(folder)
-            made[name] = folder, model
+            made[name] = folder, save_tiny_vision_model(name, folder)
         return made[name]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -99,21 +76,14 @@ def load(saved):
         folder, model = saved(name)
         settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "lane": GENERIC_MULTIMODAL} | settings
         engine = Engine.load(str(folder), **settings)
-        if name not in WITH_PROCESSOR:
-            engine.model.lane.processor = MediaProcessor(TensorProcessor(processed_prompt(name, model)))
+        if engine.model.lane.processor is None:
+            engine.model.lane.processor = MediaProcessor(TensorProcessor(plain_inputs(name, model)))
         engines.append(engine)
         return engine
 
     yield make
     for engine in engines:
         engine.close()
-
-
-def inputs_of(name, model):
-    """What plain transformers is given for TEXT and two pictures."""
-    if name in WITH_PROCESSOR:
-        return WITH_PROCESSOR[name]()(text=[TEXT], images=pictures(2), return_tensors="pt")
-    return processed_prompt(name, model)
 
 
 def plain(model, inputs, num_tokens=NUM_GENERATED):
@@ -133,7 +103,7 @@ def answer(engine, images=2, text=TEXT, num_tokens=NUM_GENERATED):
 @pytest.mark.parametrize("name", KINDS)
 def test_any_chunks_give_the_answer_of_plain_transformers(name, saved, load):
     model = saved(name)[1]
-    written, reference = plain(model, inputs_of(name, model))
+    written, reference = plain(model, plain_inputs(name, model))
     for chunk_size in (1, 3, 7, 64, 0):
         engine = load(name, chunk_size=chunk_size)
         recorder = LogitRecorder(engine)
@@ -179,6 +149,45 @@ def test_requests_at_once_get_what_each_gets_alone(name, load):
     assert [outputs[request_id].token_ids for request_id in ids] == alone
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+def test_a_stream_goes_on_while_images_are_encoded(name, load):
+    """Each picture is a call of the tower, each call has a step, and each of these steps writes a token."""
+    expected = answer(load(name)).token_ids
+    engine = load(name)
+    engine.model.lane.encoder_bytes = 1
+    settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
+    stream = engine.submit([5, 6, 7], **settings)
+    engine.step()
+    encoded = count_images(engine.model.lane.model, name)
+    asked = engine.submit(TEXT, images=pictures(2), **settings)
+    assert encoded == [], "nothing is encoded while a request is taken in"
+    for number in (1, 2):
+        written = [event.token_id for event in engine.step() if isinstance(event, Token) and event.request_id == stream]
+        assert (len(encoded), len(written)) == (number, 1)
+    outputs = {}
+    while len(outputs) < 2:
+        outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
+    assert outputs[asked].token_ids == expected
+    assert outputs[asked].num_prompt_tokens > outputs[stream].num_prompt_tokens
+
+
+def test_images_that_do_not_fit_their_placeholders_fail_their_own_request_alone(load, saved):
+    """A processor that says nothing of placeholders: the mistake shows once the images are encoded."""
+    engine = load("llava")
+    inputs = plain_inputs("llava", saved("llava")[1])
+    cut = {
+        name: tensor[:, 3:] if name in ("input_ids", "attention_mask") else tensor for name, tensor in inputs.items()
+    }
+    engine.model.lane.processor = MediaProcessor(TensorProcessor(cut))
+    stream = engine.submit([5, 6, 7], max_tokens=3, ignore_eos=True)
+    asked = engine.submit(TEXT, images=pictures(2), max_tokens=3)
+    events = [event for _ in range(5) for event in engine.step()]
+    assert [event.request_id for event in events if isinstance(event, Failed)] == [asked]
+    assert [len(event.output.token_ids) for event in events if isinstance(event, Finished)] == [0, 3]
+    assert stream not in engine.scheduler.sequences
+    assert not engine.scheduler.has_work
+
+
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
 def test_a_preempted_request_is_read_again_with_its_images(name, saved, load):
     """The pool holds one request and a part of the other; what was written is read again behind the images."""
@@ -187,7 +196,7 @@ def test_a_preempted_request_is_read_again_with_its_images(name, saved, load):
     config = load_config(settings)
     loaded = load_model(str(saved(name)[0]), config)
     with Engine(dataclasses.replace(loaded, num_blocks=8), config) as engine:
-        if name not in WITH_PROCESSOR:
+        if engine.model.lane.processor is None:
             engine.model.lane.processor = load(name).model.lane.processor
         settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
         for _ in range(2):
@@ -356,10 +365,24 @@ def test_a_plan_counts_the_tower_the_features_and_the_encoder(saved):
 
 
 def test_the_check_of_the_first_load_is_kept_and_says_what_it_measured(load, saved):
-    assert "text and a picture in chunks differ by at most" in load("gemma3").lane.reason
-    folder = str(saved("gemma3")[0])
-    planned = plan(folder, prompt_tokens=50, memory="4GiB", dtype="float32", lane=GENERIC_MULTIMODAL)
-    assert "text and a picture in chunks differ by at most" in planned.lane.reason
+    reason = load("gemma3").lane.reason
+    assert "exact (own-cache): chunked logits of text agree with the whole prompt's to" in reason
+    assert "a picture's logits in chunks agree with the whole prompt's to" in reason
+    planned = plan(str(saved("gemma3")[0]), prompt_tokens=50, memory="4GiB", dtype="float32", lane=GENERIC_MULTIMODAL)
+    assert "a picture's logits in chunks agree with the whole prompt's to" in planned.lane.reason
+
+
+def test_narrow_weights_are_held_to_float32_and_the_verdict_is_kept(saved):
+    folder = str(saved("llava")[0])
+    settings = EngineConfig(dtype="bfloat16", device="cpu", lane=GENERIC_MULTIMODAL)
+    examined = examine(folder, settings)
+    assert examined.verdict.exact
+    assert examined.verdict.picture is None, "doctor loads no weights"
+    with Engine.load(folder, dtype="bfloat16", device="cpu", memory="4GiB", threads=1, lane=GENERIC_MULTIMODAL):
+        verdict = examine(folder, settings).verdict
+    assert verdict.picture.exact
+    assert verdict.real_weights.exact
+    assert "in bfloat16, chunks are" in verdict.real_weights.reason
 
 
 def test_a_model_that_forgets_between_chunks_is_noticed(load):
@@ -369,10 +392,10 @@ def test_a_model_that_forgets_between_chunks_is_noticed(load):
         return args, kwargs | {"past_key_values": None}
 
     handle = lane.media.language_model.register_forward_pre_hook(forget, with_kwargs=True)
-    verdict = check_media(lane)
+    found = check_picture(lane)
     handle.remove()
-    assert not verdict.exact
-    assert check_media(lane).exact
+    assert not found.exact
+    assert check_picture(lane).exact
 
 
 def test_a_model_whose_check_failed_is_read_whole_and_says_so(saved, load, monkeypatch, tmp_path):
@@ -385,7 +408,7 @@ def test_a_model_whose_check_failed_is_read_whole_and_says_so(saved, load, monke
     engine = load("llava", chunk_size=3)
     output = answer(engine)
     assert output.num_prompt_chunks == 1
-    assert output.token_ids == plain(model, inputs_of("llava", model))[0]
+    assert output.token_ids == plain(model, plain_inputs("llava", model))[0]
     assert not engine.lane.after_reading(1).applied
     assert any(
         "prompts are read whole" in adjustment and "off by 0.5" in adjustment for adjustment in engine.adjustments
@@ -459,6 +482,17 @@ def test_a_folder_without_a_processor_reads_text_and_says_why_not_images(saved):
             answer(engine)
 
 
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_processor_that_needs_torchvision_says_how_to_get_it(saved, tmp_path):
+    shutil.copytree(saved("qwen2.5-vl")[0], tmp_path, dirs_exist_ok=True)
+    kinds = {"processor_class": "Qwen2_5_VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(kinds))
+    with Engine.load(str(tmp_path), dtype="float32", memory="4GiB", threads=1) as engine:
+        assert engine.generate("w1 w2 w3", max_tokens=2, ignore_eos=True).token_ids
+        with pytest.raises(InvalidMedia, match="needs torchvision, which is not installed; pip install torchvision"):
+            answer(engine)
+
+
 def test_what_is_too_long_is_refused_before_it_is_encoded(load):
     engine = load("llava", context=30)
     encoded = count_images(engine.model.lane.model, "llava")
@@ -470,9 +504,10 @@ def test_what_is_too_long_is_refused_before_it_is_encoded(load):
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def penstock(*arguments):
+def penstock(*arguments, stdin=""):
     return subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)],
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=120,
@@ -503,8 +538,24 @@ def test_run_takes_images_between_files_and_the_text(saved, tmp_path):
     assert any("prefix cache is off" in adjustment for adjustment in document["plan"]["adjustments"])
 
 
+def test_chat_shows_its_images_with_the_first_message(saved, tmp_path):
+    folder, model = saved("llava")
+    one = pictures(1)[0]
+    one.save(tmp_path / "one.png")
+    arguments = [folder, "--image", tmp_path / "one.png", "--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"]
+    done = penstock("chat", *arguments, stdin="w1 w2\n\n")
+    assert done.returncode == 0, done.stderr
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    inputs = processor(text=[" user <image>  w1 w2 w9"], images=[one], return_tensors="pt")
+    length = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    written = model.generate(**inputs, **length)[0, inputs["input_ids"].shape[1] :]
+    text = processor.tokenizer.decode(written, skip_special_tokens=True)
+    assert [word for word in done.stdout.split() if word.startswith("w")] == text.split()
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
 @pytest.mark.parametrize("name", ["notes.png", "nowhere.png", "text-model.png"])
-def test_run_refuses_images_in_one_sentence(saved, tmp_path, name):
+def test_images_are_refused_in_one_sentence(saved, tmp_path, name, command):
     """One that is not an image, one that is not there, and one for a model that reads text only."""
     (tmp_path / "notes.png").write_text("not an image")
     folder = saved("llava")[0]
@@ -512,7 +563,8 @@ def test_run_refuses_images_in_one_sentence(saved, tmp_path, name):
         pictures(1)[0].save(tmp_path / name)
         folder = tmp_path / name.removesuffix(".png")
         save_tiny_model("llama", folder)
-    done = penstock("run", folder, "--image", tmp_path / name, "-p", "w1", "--memory", "4GiB")
+    question = ["-p", "w1"] if command == "run" else []
+    done = penstock(command, folder, "--image", tmp_path / name, *question, "--memory", "4GiB", stdin="w1\n")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip().count("\n") == 0

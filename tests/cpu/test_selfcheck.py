@@ -6,13 +6,17 @@ import pytest
 import torch
 import transformers
 from tiny_generic import MUST_SHOW, TROUBLE, causal_model
+from tiny_seq2seq import tiny_seq2seq
+from tiny_vision_models import tiny_vision_model
 
 import penstock
 from penstock.errors import UnsupportedModel
-from penstock.lanes import selfcheck, shrink, verdicts
+from penstock.lanes import comparison, selfcheck, shrink, text_check, verdicts
 from penstock.lanes.signature import read_signature
+from penstock.lanes.source_check import check_real_encoder, check_source
 from penstock.lanes.verdicts import Finding, Verdict, Way
 
+CPU = torch.device("cpu")
 PACKED = ["llama", "gemma3", "gpt-oss", "gpt2"]
 OWN_CACHE = ["mamba2", "falcon-h1", "lfm2", "bloom", "rwkv", "llama4"]
 WRONG = ["mamba", "falcon-mamba", "jamba", "minimax", "llama-dynamic"]
@@ -56,14 +60,14 @@ def test_windows_and_rotary_limits_past_the_prompt_are_brought_into_it():
     """A window of 4,096 would never be reached by a short prompt, and a lane that ignored it would look exact."""
     config = MUST_SHOW["gpt-oss"]()
     config.sliding_window = 4096
-    model = next(shrink.shrunken_models(transformers.GptOssForCausalLM, config))
-    assert model.config.sliding_window < min(selfcheck.PROMPT_LENGTHS)
+    model = next(shrink.shrunken_models(transformers.GptOssForCausalLM, config, CPU))
+    assert model.config.sliding_window < min(text_check.PROMPT_LENGTHS)
     assert config.sliding_window == 4096
 
 
 def test_a_large_config_becomes_a_small_copy_with_every_kind_of_layer():
     config = transformers.Qwen3NextConfig()
-    model = next(shrink.shrunken_models(transformers.Qwen3NextForCausalLM, config))
+    model = next(shrink.shrunken_models(transformers.Qwen3NextForCausalLM, config, CPU))
     assert sum(parameter.numel() for parameter in model.parameters()) < shrink.LARGEST_COPY
     assert set(model.config.layer_types) == set(config.layer_types)
     assert model.config.num_hidden_layers < config.num_hidden_layers
@@ -78,19 +82,88 @@ def test_a_model_object_in_memory_is_checked_without_touching_it():
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+def rounding_and_memory(name, gain):
+    config = MUST_SHOW[name]()
+    small = shrink._random_model(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, gain)
+    with torch.no_grad():
+        return shrink._rounding_share(small), shrink.remembers(small)
+
+
+def test_weights_are_lowered_where_rounding_would_be_taken_for_a_mistake():
+    """Gated delta layers amplify one rounding of the input past what is allowed; the check then takes smaller ones."""
+    assert rounding_and_memory("qwen3.5", shrink.GAINS[0])[0] > shrink.ROUNDING_SHARE
+    config = MUST_SHOW["qwen3.5"]()
+    chosen = next(shrink.shrunken_models(transformers.Qwen3_5ForCausalLM, config, CPU))
+    with torch.no_grad():
+        assert shrink._rounding_share(chosen) <= shrink.ROUNDING_SHARE
+        assert shrink.remembers(chosen)
+
+
+def test_weights_that_would_hide_a_lost_state_are_told_apart():
+    """With weights that small, Mamba forgets so fast that its mistake would be below what is allowed."""
+    assert rounding_and_memory("mamba", shrink.GAINS[0])[1]
+    assert not rounding_and_memory("mamba", shrink.GAINS[-1])[1]
+
+
+@pytest.mark.parametrize("gains", [(shrink.GAINS[-1],), (0.2,)])
+def test_a_copy_that_forgets_proves_nothing(gains, monkeypatch):
+    monkeypatch.setattr(shrink, "GAINS", gains)
+    verdict = check("mamba")
+    assert not verdict.exact
+    assert "forgets its first tokens" in verdict.reason
+
+
+@pytest.mark.parametrize("name", ["t5", "t5gemma", "marian"])
+def test_an_encoder_decoder_model_in_memory_is_checked_by_its_source(name):
+    verdict = penstock.selfcheck(tiny_seq2seq(name))
+    assert verdict.exact
+    assert verdict.way is Way.TILES
+    assert verdict.max_difference <= 1e-4
+
+
+def test_a_decoder_that_looks_at_all_rows_of_a_source_at_once_is_caught():
+    """Its encoder can be read in tiles, and its keys and values of the source cannot be built in tiles."""
+
+    def centre(module, args, kwargs):
+        states = kwargs["encoder_hidden_states"]
+        return args, kwargs | {"encoder_hidden_states": states - states.mean(1, keepdim=True)}
+
+    model = tiny_seq2seq("bart")
+    assert check_source(model).exact
+    model.get_decoder().register_forward_pre_hook(centre, with_kwargs=True)
+    verdict = check_source(model)
+    assert not verdict.exact
+    assert "logits over tiles differ from the plain ones" in verdict.reason
+
+
+def test_an_image_text_model_in_memory_is_checked_by_text():
+    verdict = penstock.selfcheck(tiny_vision_model("gemma3"))
+    assert verdict.exact
+    assert verdict.way is Way.OWN_CACHE
+    assert verdict.picture is None
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_bfloat16_encoders_are_held_to_float32(name):
+    found = check_real_encoder(tiny_seq2seq(name, dtype=torch.bfloat16))
+    assert found.exact
+    assert found.max_difference > 1e-4
+    assert "bfloat16" in found.reason
+
+
 def test_bfloat16_weights_are_held_to_float32():
     model = causal_model(MUST_SHOW["llama"](), dtype=torch.bfloat16)
     verdict = penstock.selfcheck(model)
-    found = selfcheck.check_real_weights(model, verdict)
+    found = text_check.check_real_text(model, verdict)
     assert found.exact
     assert found.max_difference > 1e-4
     assert "bfloat16" in found.reason
 
 
 def test_one_prompt_may_fail_and_two_may_not():
-    good, bad = (selfcheck._Difference(largest=largest, allowed=1e-4) for largest in (1e-6, 1.0))
-    assert selfcheck._judged([good, bad, good], "logits", "the whole prompt's").exact
-    assert not selfcheck._judged([good, bad, bad], "logits", "the whole prompt's").exact
+    good, bad = (comparison.Difference(largest=largest, allowed=1e-4) for largest in (1e-6, 1.0))
+    assert comparison.judged([good, bad, good], "logits", "the whole prompt's").exact
+    assert not comparison.judged([good, bad, bad], "logits", "the whole prompt's").exact
 
 
 def test_a_forward_that_cannot_be_called_or_inspected_is_refused():

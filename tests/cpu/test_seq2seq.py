@@ -11,13 +11,16 @@ from logit_recorder import LogitRecorder
 from tiny_models import VOCABULARY, prompt, save_tokenizer
 from tiny_seq2seq import SEQ2SEQ, randomized, save_tiny_seq2seq, tiny_seq2seq
 
+import penstock
 from penstock.cache.blocks import BlockPool
+from penstock.config import EngineConfig
+from penstock.engine.doctor import examine
 from penstock.engine.engine import Engine
 from penstock.engine.planning import plan
-from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong, UnknownLane
+from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong, UnknownLane, UnsupportedModel
 from penstock.lanes.lane import SEQ2SEQ_SOURCE
-from penstock.lanes.seq2seq import tiled_encoder
 from penstock.lanes.seq2seq_spec import seq2seq_spec
+from penstock.lanes.source_check import check_encoder
 from penstock.lanes.source_decoder import CrossStates, SourceDecoder
 from penstock.lanes.source_encoder import read_source
 from penstock.request import PrefillProgress
@@ -159,6 +162,31 @@ def test_a_source_can_be_cancelled_within_a_chunk(load):
     assert not engine.model.lane._readings
 
 
+@pytest.mark.parametrize("name", ["t5", "bart", "t5gemma"])
+def test_an_answer_that_is_begun_is_read_in_chunks(name, folders, load):
+    model, begun = folders(name)[1], prompt(33, seed=4)
+    engine = load(name, chunk_size=7)
+    start = list(engine.model.lane.rules.start_tokens)
+    length = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(torch.tensor([SOURCE]), decoder_input_ids=torch.tensor([start + begun]), **length)
+    for given in (begun, " ".join(f"w{token}" for token in begun)):
+        output = engine.generate(SOURCE, answer_start=given, max_tokens=8, ignore_eos=True)
+        assert list(output.token_ids) == plain[0, -8:].tolist()
+    num_positions = engine.model.lane.num_passes * len(SOURCE) + len(start) + len(begun)
+    assert output.chunks[-1].end == num_positions
+    assert all(chunk.end - chunk.start <= 7 for chunk in output.chunks)
+
+
+def test_a_start_of_the_answer_is_refused_where_it_cannot_be_read(load, tiny):
+    with pytest.raises(PromptTooLong, match=r"begins with 4500 tokens; the decoder has positions for 4500\. Shorten"):
+        load("bart").submit(SOURCE, answer_start=[5] * 4499)
+    with (
+        Engine.load(str(tiny("llama")[0]), memory="1GiB") as engine,
+        pytest.raises(InvalidSetting, match="answer_start"),
+    ):
+        engine.submit([5], answer_start=[6])
+
+
 def test_a_translation_begins_with_the_forced_language(folders, load):
     model = folders("m2m100")[1]
     ids = torch.tensor([SOURCE[:40]])
@@ -193,9 +221,12 @@ def test_an_encoder_that_tiles_would_change_is_read_whole_and_says_so(class_name
         }
     if class_name == "SwitchTransformersConfig":
         sizes |= {"num_experts": 2, "expert_capacity": 4}
-    encoder, reason = tiled_encoder(randomized(getattr(transformers, class_name)(**sizes)))
-    assert encoder is None
-    assert reason.startswith("the source is read whole: ")
+    found = check_encoder(randomized(getattr(transformers, class_name)(**sizes)), is_loaded=True)
+    assert not found.exact
+    assert "tiles" in found.reason
+    verdict = penstock.selfcheck(randomized(getattr(transformers, class_name)(**sizes)))
+    assert not verdict.exact
+    assert verdict.summary.startswith("read whole (tiles): ")
 
 
 def test_an_encoder_that_cannot_be_tiled_still_answers(tmp_path):
@@ -213,6 +244,22 @@ def test_an_encoder_that_cannot_be_tiled_still_answers(tmp_path):
     assert not facts.applied
     assert (facts.boundary, facts.mask_mode) == ("", "")
     assert "read whole" in facts.reason
+    assert any("prompts are read whole" in adjustment for adjustment in engine.adjustments)
+    with pytest.raises(UnsupportedModel, match="--strict"):
+        Engine.load(str(tmp_path), strict=True, memory="4GiB", dtype="float32")
+
+
+def test_the_verdict_of_a_source_is_kept_and_holds_narrow_weights_to_float32(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = str(folders("t5gemma")[0])
+    settings = EngineConfig(dtype="bfloat16", device="cpu")
+    assert "not checked yet" in plan(folder, prompt_tokens=9, dtype="bfloat16", memory="1GiB", device="cpu").lane.reason
+    with Engine.load(folder, dtype="bfloat16", device="cpu", memory="4GiB", threads=1) as engine:
+        assert "exact (tiles): states of tiles agree" in engine.lane.reason
+    found = examine(folder, settings)
+    assert found.was_kept
+    assert found.verdict.real_weights.exact
+    assert "exact (tiles)" in plan(folder, prompt_tokens=9, dtype="bfloat16", memory="1GiB", device="cpu").lane.reason
 
 
 def test_bad_sources_are_refused_in_one_sentence(load):

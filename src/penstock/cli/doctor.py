@@ -7,6 +7,7 @@ from rich.console import Console
 
 from penstock.cli.report import Lane
 from penstock.engine.doctor import Examination
+from penstock.lanes.lane import GENERIC_MULTIMODAL
 from penstock.lanes.verdicts import Finding, Verdict
 
 
@@ -69,6 +70,10 @@ def show_examination(found: Examination, *, as_json: bool) -> None:
     console.print("kept from an earlier check; --rerun checks again" if found.was_kept else "checked just now")
     _show(console, "chunks", found.verdict)
     _show(console, "packed calls", found.verdict.packing)
+    if found.verdict.picture is not None:
+        _show(console, "pictures", found.verdict.picture)
+    elif found.lane.id == GENERIC_MULTIMODAL:
+        console.print("pictures: not tried yet; loading the model does, with its processor")
     if found.verdict.real_weights is not None:
         _show(console, "real weights", found.verdict.real_weights)
     elif found.dtype != "float32":

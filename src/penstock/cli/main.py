@@ -52,6 +52,9 @@ PresencePenalty = Annotated[float, typer.Option(help="Taken off once a token was
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
 Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities with this many alternatives, in --json.")]
+Images = Annotated[
+    list[str] | None, typer.Option("--image", help="A picture, for a model that reads them; may be repeated.")
+]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 
@@ -72,9 +75,7 @@ def run(
     files: Annotated[
         list[str] | None, typer.Option("-f", "--file", help="A text file, or - for standard input; may be repeated.")
     ] = None,
-    images: Annotated[
-        list[str] | None, typer.Option("--image", help="A picture, for a model that reads them; may be repeated.")
-    ] = None,
+    images: Images = None,
     system: System = None,
     chunk_size: ChunkSize = None,
     overlap: Overlap = None,
@@ -103,8 +104,7 @@ def run(
     sampling = _sampling(context_of_call)
     if logprobs is not None and not json:
         raise InvalidSetting("--logprobs are shown in the JSON document only. Add --json.")
-    if missing := next((name for name in images or [] if not Path(name).is_file()), None):
-        raise InvalidMedia(f"The image {missing} does not exist.")
+    _require_images(images or [])
     parts = _text_parts(files or [], prompt)
     from penstock.cli.reading import run_once
 
@@ -119,6 +119,7 @@ def chat(
     files: Annotated[
         list[str] | None, typer.Option("-f", "--file", help="A text file that the first message begins with.")
     ] = None,
+    images: Images = None,
     system: System = None,
     url: Annotated[str | None, typer.Option(help="Talk to a server, such as http://127.0.0.1:8000.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="PENSTOCK_API_KEY")] = None,
@@ -144,6 +145,7 @@ def chat(
     sampling = _sampling(context_of_call)
     if files and "-" in files:
         raise InvalidSetting("In a chat standard input is the conversation. Give a file instead of -.")
+    _require_images(images or [])
     parts = _text_parts(files, None) if files else []
     if url is not None:
         from penstock.cli.remote import run_remote_chat
@@ -152,7 +154,7 @@ def chat(
         raise typer.Exit(run_remote_chat(url, api_key, system=system, document=document, sampling=sampling))
     from penstock.cli.reading import run_chat
 
-    raise typer.Exit(run_chat(model, config, parts, system=system, sampling=sampling))
+    raise typer.Exit(run_chat(model, config, parts, images=images or [], system=system, sampling=sampling))
 
 
 @app.command()
@@ -271,6 +273,11 @@ def _sampling(call: typer.Context) -> dict[str, Any]:
     values["stop"] = tuple(values.get("stop") or ())
     SamplingParams(**values)
     return values
+
+
+def _require_images(names: list[str]) -> None:
+    if missing := next((name for name in names if not Path(name).is_file()), None):
+        raise InvalidMedia(f"The image {missing} does not exist.")
 
 
 def _text_parts(files: list[str], prompt: str | None) -> list[Any]:

@@ -15,7 +15,9 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import load_model
+from penstock.engine.media_prompts import refuse_media
 from penstock.errors import PenstockError
+from penstock.lanes.media_processor import open_image
 from penstock.prompt.source import TextPart
 from penstock.request import Finished, Output, PrefillProgress, Token
 
@@ -49,23 +51,34 @@ def run_once(
 
 
 def run_chat(
-    model: str, config: EngineConfig, parts: Sequence[TextPart], *, system: str | None, sampling: dict[str, Any]
+    model: str,
+    config: EngineConfig,
+    parts: Sequence[TextPart],
+    *,
+    images: Sequence[str] = (),
+    system: str | None,
+    sampling: dict[str, Any],
 ) -> int:
+    """Files and images belong to the first message."""
     console = Console(stderr=True, highlight=False)
     document = "\n\n".join("".join(part.pieces()) for part in parts)
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    shown: list[dict[str, Any]] = [{"type": "image", "image": open_image(image, name="image")} for image in images]
     with _loaded(model, config, console) as engine:
+        if engine.model.media is None:
+            refuse_media((), images, engine.lane.id)
         console.print(f"{model} on {engine.lane.id}. An empty line or Ctrl-D ends the chat.", style="dim")
         while text := ask_user(console):
             content = f"{document}\n\n{text}" if document else text
-            messages.append({"role": "user", "content": content})
+            with_images = [*shown, {"type": "text", "text": content}]
+            messages.append({"role": "user", "content": with_images if shown else content})
             try:
                 request_id = engine.submit(messages, **sampling)
             except PenstockError as error:
                 console.print(f"penstock: {error}", style="red")
                 messages.pop()
                 continue
-            document = ""
+            document, shown = "", []
             output = _follow(engine, request_id, console, shows_text=True)
             _summarize(console, output)
             messages.append({"role": "assistant", "content": output.text})

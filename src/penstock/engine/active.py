@@ -51,6 +51,16 @@ class Active:
     media: MediaPrompt | None = None  # None: the lane reads text only
     pooled: torch.Tensor | None = None  # None: no embedding is wanted, or nothing was read yet
 
+    @property
+    def is_encoding(self) -> bool:
+        return self.media is not None and self.media.encoding is not None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        if self.feed is not None:
+            return self.feed.num_given
+        return self.request.num_read(len(self.request.prompt)) if self.media is None else self.media.num_tokens
+
     def choose(self, token: int, logprob: TokenLogprob | None, *, is_end: bool, is_full: bool) -> Choice:
         """The token as text, and whether the answer ends with it: a stop string may end it in the middle of one."""
         sampling = self.request.sampling
@@ -116,7 +126,7 @@ class Active:
             text="".join(self.text),
             token_ids=tuple(self.token_ids),
             finish_reason=reason,
-            num_prompt_tokens=request.num_read(len(request.prompt)) if self.feed is None else self.feed.num_given,
+            num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=request.num_read(self.num_computed),
             num_cached_tokens=self.num_cached,
             chunks=tuple(self.chunks),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.attention import c_library
 from penstock.config import EngineConfig
 from penstock.engine.planning import choose_dtype, cuda_memory, kept_verdict, require_device
-from penstock.lanes.lane import GENERIC_TEXT, LANES, Claim, LaneFacts, pick_lane
+from penstock.lanes.lane import CHECKED_LANES, LANES, Claim, LaneFacts, pick_lane
 from penstock.lanes.verdicts import Verdict, judged
 from penstock.models.files import resolve
 
@@ -39,14 +39,16 @@ def examine(model: str, config: EngineConfig, *, rerun: bool = False) -> Examina
     device = require_device(config.device, has_cuda=gpu is not None)
     dtype = choose_dtype(config.dtype, files.config, device)
     lane = pick_lane(files.config, config.lane)
-    needs_check = lane.id == GENERIC_TEXT
+    needs_check = lane.id in CHECKED_LANES
     verdict = kept_verdict(files, lane, dtype, device) if needs_check and not rerun else None
     was_kept = verdict is not None
     if needs_check:
         if verdict is None:
-            from penstock.engine.generic_loading import check_files
+            import torch
 
-            verdict = check_files(files, lane, dtype, device)
+            from penstock.engine.checking import Checks
+
+            verdict = Checks.of(files, lane, dtype, torch.device(device), rerun=True).verdict
         lane = judged(lane, verdict, is_strict=config.strict)
     return Examination(
         model=model,

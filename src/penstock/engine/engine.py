@@ -223,13 +223,15 @@ class Engine:
         prompt: Prompt,
         *,
         images: Sequence[Any] = (),
+        answer_start: str | Sequence[int] = (),
         priority: int = 0,
         deadline_s: float | None = None,
         **sampling: Any,
     ) -> int:
         """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes.
 
-        An image is a path, the bytes of a file, or a PIL image.
+        An image is a path, the bytes of a file, or a PIL image. `answer_start`: text or tokens that the answer of an
+        encoder-decoder model begins with; they are read, not written.
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
@@ -257,22 +259,23 @@ class Engine:
             self._refuse_too_long(num_tokens)
             if params.prompt_logprobs is not None:
                 raise InvalidSetting("An encoder gives its source no log-probabilities. Leave prompt_logprobs out.")
-            tokens, source = self.model.source.prompt(tokens)
-
+            tokens, source = self.model.source.prompt(tokens, self._start_tokens(answer_start))
+        elif answer_start:
+            raise InvalidSetting("answer_start is for encoder-decoder models. Give it as part of the prompt.")
         if self.lane.reads_whole:
             self._refuse_past_whole(num_tokens)
+        is_ready = media is None or media.encoding is None  # else its tokens follow when its images are encoded
         request = Request(
             id=self._next_id,
-            prompt=tokens,
+            prompt=tokens if is_ready else (),
             sampling=params,
             arrived_at=time.perf_counter(),
-            prompt_is_complete=feed is None,
+            prompt_is_complete=feed is None and is_ready,
             rotary=self.model.spec.rotary_variant(num_tokens),
             priority=priority,
             deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
             source=source,
             atomic_spans=atomic_spans,
-            media_keys=() if media is None else media.media_keys,
         )
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self.scheduler.submit(request)
@@ -306,11 +309,13 @@ class Engine:
             self._land()
         else:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
-            assert not is_stuck, "requests wait and none can run"
+            is_encoding = any(active.is_encoding for active in self._active.values())
+            assert is_encoding or not is_stuck, "requests wait and none can run"
         return self._take_events()
 
     def _launch(self) -> bool:
         """Plans a step and hands it to the device; False when nothing can run before another has landed."""
+        self._encode_images()
         self._feed_prompts()
         plan = self.scheduler.next_step()
         if plan is None:
@@ -393,8 +398,13 @@ class Engine:
         if wrong := next((token for token, _ in params.logit_bias if not 0 <= token <= limit), None):
             raise InvalidSetting(f"logit_bias names token {wrong}; token ids are whole numbers from 0 to {limit}.")
 
+    def _start_tokens(self, answer_start: str | Sequence[int]) -> list[int]:
+        if isinstance(answer_start, str):
+            return self.tokenizer.encode(answer_start, add_special_tokens=False)
+        return self._encode(answer_start)
+
     def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
-        """The prompt as the lane reads it, where that reads images; its images are encoded here."""
+        """The prompt as the lane reads it, where that reads images; they are encoded in the steps before it is read."""
         reader = self.model.media
         if reader is None:
             refuse_media(prompt, images, self.lane.id)
@@ -424,10 +434,27 @@ class Engine:
                     f"memory budget allows {allowed}. Scale it down or raise --memory."
                 )
 
+    def _encode_images(self) -> None:
+        """One call of an encoder per step, so that running streams wait for no more than that."""
+        request_id, media = next(
+            ((request_id, active.media) for request_id, active in self._active.items() if active.is_encoding),
+            (0, None),
+        )
+        if media is None:
+            return
+        try:
+            media.encode_next()
+            if media.encoding is None:
+                tokens = media.input_ids[0].tolist()
+                self.scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
+        except PenstockError as error:
+            self._emit(Failed(request_id=request_id, error=error))
+            self.abort(request_id)
+
     def _feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk."""
         for sequence in list(self.scheduler.sequences.values()):
-            if sequence.prompt_is_complete:
+            if sequence.prompt_is_complete or self._active[sequence.id].media is not None:
                 continue
             feed = self._active[sequence.id].feed
             assert feed is not None

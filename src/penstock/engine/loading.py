@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,74 @@ class LoadedModel:
     media: MediaPromptReader | None = None  # None: the model reads text only
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStart:
+    """What every loader begins with: the tokenizer, and the memory that is there before the weights."""
+
+    files: ModelFiles
+    config: EngineConfig
+    device: torch.device
+    dtype: str
+    parts: TokenizerParts
+    tokenizer: Tokenizer
+    runtime_bytes: int
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, files: ModelFiles, config: EngineConfig, device: torch.device) -> LoadStart:
+        """Libraries that the model needs are imported before, so that they count as part of the runtime."""
+        parts = load_tokenizer(files)
+        tokenizer = Tokenizer(parts.backend)
+        gpu = gpu_memory(device)
+        return_freed_memory()
+        return cls(
+            files=files,
+            config=config,
+            device=device,
+            dtype=choose_dtype(config.dtype, files.config, device.type),
+            parts=parts,
+            tokenizer=tokenizer,
+            runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE,
+            budget_bytes=config.memory or (gpu.default_budget if gpu else default_memory_budget()),
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.runtime_bytes
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def loaded(
+        self,
+        *,
+        spec: DecoderSpec | GenericSpec | Seq2SeqSpec,
+        lane: Lane,
+        memory: MemoryModel,
+        num_tokens: int,
+        max_context: int,
+        adjustments: Iterable[str],
+        **others: Any,
+    ) -> LoadedModel:
+        """`others` take the place of what the tokenizer's files say, or are fields of some models alone."""
+        usual: dict[str, Any] = {"chat_template": chat_template(self.parts), "eos_ids": self.parts.eos_ids}
+        return LoadedModel(
+            name=self.files.name,
+            identity=f"{self.files.identity}:{self.dtype}",
+            spec=spec,
+            lane=lane,
+            tokenizer=self.tokenizer,
+            memory=memory,
+            budget_bytes=self.budget_bytes,
+            num_blocks=self.num_blocks(num_tokens),
+            max_context=max_context,
+            dtype=self.dtype,
+            device=self.device,
+            adjustments=tuple(adjustments),
+            **usual | others,
+        )
+
+
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     files = resolve(name)
     facts = pick_lane(files.config, config.lane)
@@ -101,35 +170,33 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         from penstock.engine.generic_loading import load_generic
 
         return load_generic(files, facts, config, device)
+    return load_native(files, facts, config, device)
+
+
+def load_native(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
     spec = decoder_spec(files.config)
-    dtype = choose_dtype(config.dtype, files.config, device.type)
-    parts = load_tokenizer(files)
-    tokenizer = Tokenizer(parts.backend)
-    gpu = gpu_memory(device)
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
-    memory = memory_model(files, config, dtype, runtime_bytes, budget, device.type)
+    start = LoadStart.of(files, config, device)
+    budget = start.budget_bytes
+    memory = memory_model(files, config, start.dtype, start.runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
-    num_blocks = -(-num_tokens // config.block_size)
     lane = native_lane(
-        spec, open_weights(files), memory, facts, config, num_blocks=num_blocks, dtype=dtype, device=device
+        spec,
+        open_weights(files),
+        memory,
+        facts,
+        config,
+        num_blocks=start.num_blocks(num_tokens),
+        dtype=start.dtype,
+        device=device,
     )
-    return LoadedModel(
-        name=name,
-        identity=f"{files.identity}:{dtype}",
+    return start.loaded(
         spec=spec,
         lane=lane,
-        tokenizer=tokenizer,
-        chat_template=chat_template(parts),
-        eos_ids=parts.eos_ids,
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=num_blocks,
+        num_tokens=num_tokens,
         max_context=max_context,
-        dtype=dtype,
-        device=device,
-        adjustments=tuple(warnings),
+        adjustments=warnings,
     )
 
 

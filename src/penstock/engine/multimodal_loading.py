@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.config import EngineConfig
+from penstock.engine.checking import Checks
 from penstock.engine.generic_loading import way_adjustments
-from penstock.engine.loading import LoadedModel, gpu_memory, load_tokenizer, return_freed_memory
+from penstock.engine.loading import LoadedModel, LoadStart
 from penstock.engine.media_prompts import MediaPromptReader
 from penstock.engine.planning import (
     choose_dtype,
     context_limit,
     generic_memory_model,
-    kept_verdict,
     media_shares,
     num_own_states,
     require_room,
@@ -23,18 +23,16 @@ from penstock.engine.planning import (
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import media_model
-from penstock.lanes.media_check import check_media
+from penstock.lanes.media_check import check_picture, check_real_media
 from penstock.lanes.media_features import FeatureCache
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.lanes.multimodal import MultimodalLane
-from penstock.lanes.verdicts import Verdict, judged, save_verdict, verdict_key
+from penstock.lanes.verdicts import Verdict, judged
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import generic_spec
 from penstock.models.pretrained import image_text_class, load_causal, load_processor, quiet_library
-from penstock.plan.machine import default_memory_budget, resident_bytes
 from penstock.prompt.load import TokenizerParts
 from penstock.prompt.render import ChatTemplate
-from penstock.prompt.tokens import Tokenizer
 
 SPAN_BOUNDARY = "any token outside images, which see themselves"
 
@@ -49,16 +47,14 @@ def load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, d
 def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
     model_class, model_config = image_text_class(files)
     spec = generic_spec(model_config.to_dict())
-    dtype = choose_dtype(config.dtype, files.config, device.type)
-    parts = load_tokenizer(files)
+    checks = Checks.of(files, facts, choose_dtype(config.dtype, files.config, device.type), device)
+    judged(facts, checks.verdict, is_strict=config.strict)  # refuses before any weight is loaded
     processor, why_no_images = media_processor(files)
-    gpu = gpu_memory(device)
-    return_freed_memory()
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
+    start = LoadStart.of(files, config, device)
+    dtype, budget, parts = start.dtype, start.budget_bytes, start.parts
     max_context, warnings = context_limit(config, spec.max_context)
     memory = generic_memory_model(
-        files, spec, None, config, dtype, runtime_bytes, budget, device.type, reads_images=True
+        files, spec, None, config, dtype, start.runtime_bytes, budget, device.type, reads_images=True
     )
     require_room(memory, config, budget, device.type)
     model = load_causal(files, model_class, model_config, getattr(torch, dtype)).to(device)
@@ -77,36 +73,27 @@ def _load_multimodal(files: ModelFiles, facts: LaneFacts, config: EngineConfig, 
         facts=facts,
     )
     _require_cache(lane)
-    verdict = _checked(files, lane, dtype, device)
-    lane.facts = _facts(lane, verdict, config)
+    checks = _checked(lane, checks, start.free_bytes)
+    lane.facts = checks.noted(_facts(lane, checks.verdict, config), model)
     lane.shape = dataclasses.replace(
         memory.shape,
         num_parameters=sum({one.data_ptr(): one.numel() for one in model.parameters()}.values()),
         state_bytes=lane.cache_bytes()[0],
         attends_through_scores=model.config.get_text_config()._attn_implementation == "eager",
     )
-    num_states = num_own_states(lane.shape, config, budget - runtime_bytes - lane.shape.weight_bytes)
+    num_states = num_own_states(lane.shape, config, start.free_bytes - lane.shape.weight_bytes)
     memory = dataclasses.replace(memory, shape=lane.shape, num_running_states=num_states)
     num_tokens = require_room(memory, config, budget, device.type)
-    tokenizer, template = Tokenizer(parts.backend), media_template(processor, parts)
-    return LoadedModel(
-        name=files.name,
-        identity=f"{files.identity}:{dtype}",
+    template, bos_token = media_template(processor, parts), parts.special_tokens.get("bos_token")
+    return start.loaded(
         spec=spec,
         lane=lane,
-        tokenizer=tokenizer,
-        chat_template=template,
-        eos_ids=parts.eos_ids,
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=-(-min(num_tokens, max_context * (num_states or config.max_running)) // config.block_size),
+        num_tokens=min(num_tokens, max_context * (num_states or config.max_running)),
         max_context=max_context,
-        dtype=dtype,
-        device=device,
         adjustments=(*warnings, *way_adjustments(lane.facts, config)),
-        media=MediaPromptReader(
-            lane=lane, tokenizer=tokenizer, template=template, bos_token=parts.special_tokens.get("bos_token")
-        ),
+        chat_template=template,
+        media=MediaPromptReader(lane=lane, tokenizer=start.tokenizer, template=template, bos_token=bos_token),
     )
 
 
@@ -123,15 +110,12 @@ def _require_cache(lane: MultimodalLane) -> None:
         raise UnsupportedModel(f"{type(lane.model).__name__} takes no cache, so its prompts cannot be continued.")
 
 
-def _checked(files: ModelFiles, lane: MultimodalLane, dtype: str, device: torch.device) -> Verdict:
-    """Kept from an earlier load, or new. Without a processor images were not tried, and nothing is kept."""
-    verdict = kept_verdict(files, lane.facts, dtype, device.type)
-    if verdict is not None:
-        return verdict
-    verdict = check_media(lane)
-    if lane.processor is not None:
-        save_verdict(verdict_key(files.config, dtype=dtype, lane=lane.facts.id, backend=device.type), verdict)
-    return verdict
+def _checked(lane: MultimodalLane, checks: Checks, free_bytes: int) -> Checks:
+    """What the loaded model adds to its verdict: a picture, and its own dtype."""
+    if checks.verdict.exact and checks.verdict.picture is None:
+        found = check_picture(lane)
+        checks = checks if found is None else checks.with_finding("picture", found)
+    return checks.with_real_weights(lane.model, free_bytes, lambda: check_real_media(lane))
 
 
 def _facts(lane: MultimodalLane, verdict: Verdict, config: EngineConfig) -> LaneFacts:

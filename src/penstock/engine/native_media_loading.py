@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
-from penstock.engine.loading import LoadedModel, gpu_memory, load_tokenizer, native_lane, return_freed_memory
+from penstock.config import EngineConfig
+from penstock.engine.loading import LoadedModel, LoadStart, native_lane, return_freed_memory
 from penstock.engine.media_prompts import MediaPromptReader
 from penstock.engine.multimodal_loading import SPAN_BOUNDARY, media_processor, media_template
 from penstock.engine.planning import (
-    choose_dtype,
     context_limit,
     media_shares,
     native_media_memory_model,
@@ -28,8 +27,6 @@ from penstock.models.media_spec import NATIVE_MEDIA, media_decoder_spec
 from penstock.models.pretrained import image_text_class, load_tower, quiet_library
 from penstock.models.spec import DecoderSpec
 from penstock.models.weights import WeightSource, open_weights
-from penstock.plan.machine import default_memory_budget, resident_bytes
-from penstock.prompt.tokens import Tokenizer
 
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -41,19 +38,14 @@ def load_native_multimodal(
         raise UnsupportedModel("Image-text models are read from safetensors, not from GGUF. Pass the folder.")
     weights = open_weights(files)
     spec = _stored_spec(media_decoder_spec(files), weights, files)
-    dtype = choose_dtype(config.dtype, files.config, device.type)
-    parts = load_tokenizer(files)
     processor, why_no_images = media_processor(files)
-    tokenizer, template = Tokenizer(parts.backend), media_template(processor, parts)
     tower_class = image_text_class(files)
-    gpu = gpu_memory(device)
-    return_freed_memory()
-    runtime_bytes = gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE
-    budget = config.memory or (gpu.default_budget if gpu else default_memory_budget())
+    start = LoadStart.of(files, config, device)
+    dtype, budget, runtime_bytes = start.dtype, start.budget_bytes, start.runtime_bytes
     memory = native_media_memory_model(files, config, dtype, runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
-    num_blocks = -(-num_tokens // config.block_size)
+    num_blocks = start.num_blocks(num_tokens)
     encoder_bytes, kept_bytes = media_shares(memory, budget)
     media = _tower(files, *tower_class, dtype, device, kept_bytes)
     return_freed_memory()
@@ -66,24 +58,17 @@ def load_native_multimodal(
         why_no_images=why_no_images,
         encoder_bytes=encoder_bytes,
     )
-    return LoadedModel(
-        name=files.name,
-        identity=f"{files.identity}:{dtype}",
+    template = media_template(processor, start.parts)
+    bos_token = start.parts.special_tokens.get("bos_token")
+    return start.loaded(
         spec=spec,
         lane=lane,
-        tokenizer=tokenizer,
-        chat_template=template,
-        eos_ids=parts.eos_ids,
         memory=memory,
-        budget_bytes=budget,
-        num_blocks=num_blocks,
+        num_tokens=num_tokens,
         max_context=max_context,
-        dtype=dtype,
-        device=device,
         adjustments=tuple(warnings),
-        media=MediaPromptReader(
-            lane=lane, tokenizer=tokenizer, template=template, bos_token=parts.special_tokens.get("bos_token")
-        ),
+        chat_template=template,
+        media=MediaPromptReader(lane=lane, tokenizer=start.tokenizer, template=template, bos_token=bos_token),
     )
 
 

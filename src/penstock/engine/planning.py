@@ -13,6 +13,7 @@ from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidModelFile, InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
+    CHECKED_LANES,
     DTYPE_BYTES,
     GENERIC_MULTIMODAL,
     GENERIC_TEXT,
@@ -268,13 +269,15 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         host_bytes += defaults.TRANSFORMERS_BYTES_ESTIMATE
     runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
+    verdict = None
+    if lane.id in CHECKED_LANES:
+        verdict = kept_verdict(files, lane, dtype, device)
+        lane = judged(lane, verdict, is_strict=config.strict)
     if lane.id == NATIVE_MULTIMODAL:
         memory = native_media_memory_model(files, config, dtype, runtime_bytes, budget, device)
     elif lane.id not in (GENERIC_TEXT, GENERIC_MULTIMODAL):
         memory = memory_model(files, config, dtype, runtime_bytes, budget, device)
     else:
-        verdict = kept_verdict(files, lane, dtype, device)
-        lane = judged(lane, verdict, is_strict=config.strict)
         reads_images = lane.id == GENERIC_MULTIMODAL
         spec = _image_text_spec(files) if reads_images else generic_spec(files.config)
         memory = generic_memory_model(

@@ -13,10 +13,11 @@ from penstock.errors import InvalidSetting, PenstockError, UnsupportedModel
 from penstock.lanes.attached_media import AttachedImages, media_prompt
 from penstock.lanes.attached_prompt import Limits, OnProgress, PromptReading, Reading
 from penstock.lanes.attached_source import SourceAttachment
-from penstock.lanes.chunk_check import CHUNK_SIZES, chunk_check
 from penstock.lanes.forward_call import ForwardPrompt, TextCall, num_tokens, read_in_chunks
+from penstock.lanes.forward_check import CHUNK_SIZES, check_forward
 from penstock.lanes.forward_memory import forward_memory, held_bytes
 from penstock.lanes.media import MediaModel, media_model
+from penstock.lanes.selfcheck import check_attached
 
 DEFAULT_CHUNK_SIZE = 512
 PADDING_TRIED = 5  # tokens of padding in the check of padded prompts
@@ -39,6 +40,7 @@ def attach(
     if model.config.is_encoder_decoder:
         source = SourceAttachment(model, chunk_size=largest, budget_bytes=budget, on_progress=on_progress)
         model.generate = _Wrapped(source.generate, like=model.generate)
+        model.forward = _Wrapped(source.forward, like=model.forward)
         source.encoder.forward = _Wrapped(source.encode, like=source.encoder.forward)
         return source
     _require_exact(model)
@@ -204,11 +206,14 @@ def _require_model(model: Any) -> None:
 
 def _require_exact(model: Any, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, *, num_padding: int = 0) -> None:
     """The one place where a model must prove that chunks give what the whole prompt gives."""
-    verdict = chunk_check(model, chunk_sizes=chunk_sizes, num_padding=num_padding)
-    if not verdict.exact:
+    if num_padding:
+        found = check_forward(model, chunk_sizes=chunk_sizes, num_padding=num_padding)
+    else:
+        found = check_attached(model)
+    if not found.exact:
         padded = " when prompts are padded" if num_padding else ""
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be read in chunks{padded}: {verdict.reason} Use it without attach."
+            f"{type(model).__name__} cannot be read in chunks{padded}: {found.reason}. Use it without attach."
         )
 
 

@@ -106,6 +106,38 @@ class TextCall:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderCall:
+    """The arguments of an encoder-decoder model's forward over the tokens of its decoder; its source is read."""
+
+    inputs: Mapping[str, Any]
+    num_tokens: int
+    atomic: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> DecoderCall | None:
+        """None where there are no decoder tokens to cut, or the source comes with them and is not read yet."""
+        ids_BT = inputs.get("decoder_input_ids")
+        if ids_BT is None or inputs.get("encoder_outputs") is None:
+            return None
+        return cls(
+            inputs={name: value for name, value in inputs.items() if name not in CACHE_NAMES},
+            num_tokens=ids_BT.shape[1],
+        )
+
+    def chunk(self, start: int, end: int) -> dict[str, Any]:
+        cut = {name: self.inputs[name] for name in self.inputs}
+        for name in ("decoder_input_ids", "decoder_position_ids", "cache_position"):
+            if cut.get(name) is not None:
+                cut[name] = cut[name][..., start:end]
+        if (mask_BT := cut.get("decoder_attention_mask")) is not None:
+            cut["decoder_attention_mask"] = mask_BT[:, : mask_BT.shape[1] - self.num_tokens + end]
+        return cut
+
+    def while_reading(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
 def num_tokens(inputs: Mapping[str, Any]) -> int:
     tokens = inputs.get("input_ids")
     tokens = tokens if tokens is not None else inputs.get("inputs_embeds")

@@ -54,9 +54,6 @@ class LaneFacts:
         reason = "the prompt was read in one chunk" if num_chunks else "the prompt was not read"
         return replace(self, applied=False, reason=reason)
 
-    def reading_whole(self, reason: str) -> LaneFacts:
-        return replace(self, eligible=False, applied=False, reads_whole=True, reason=reason)
-
 
 class Lane(Protocol):
     facts: LaneFacts
@@ -170,6 +167,7 @@ LANES: Mapping[str, Callable[[Mapping[str, Any]], Claim]] = {
     SEQ2SEQ_SOURCE: _seq2seq_source,
 }
 LANE_IDS = tuple(LANES)
+CHECKED_LANES = (GENERIC_TEXT, GENERIC_MULTIMODAL, SEQ2SEQ_SOURCE)  # run by transformers, and proven model by model
 
 
 def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
@@ -189,6 +187,8 @@ def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
             return _facts(lane_id, claim.reason if is_own_kind else "; ".join([*reasons[:1], claim.reason]))
         reasons.append(claim.reason)
     architectures = ", ".join(config.get("architectures") or []) or "unnamed"
+    if obstacle := _generic_obstacle(config):  # it stands in the way of every lane but the native one
+        reasons = [reasons[0], obstacle]
     raise UnsupportedModel(
         f"The architecture {config.get('model_type')!r} ({architectures}) is not supported by any lane: "
         f"{'; '.join(dict.fromkeys(reversed(reasons)))}. Native decoders are {', '.join(sorted(FAMILIES))}."

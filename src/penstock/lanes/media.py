@@ -18,10 +18,10 @@ from penstock.lanes.media_features import (
     DEFAULT_ENCODER_BYTES,
     PIXELS,
     TENSORS,
+    Encoding,
     FeatureCache,
     Features,
     Tower,
-    encode_media,
     given_features,
 )
 from penstock.plan.chunks import Span, merge_spans
@@ -83,16 +83,26 @@ class MediaPrompt:
     """The processor's output for one prompt (or a batch), ready to be read [start, end) by [start, end)."""
 
     def __init__(
-        self, media: MediaModel, inputs: Mapping[str, Any], features: Features | None, *, num_copies: int = 1
+        self,
+        media: MediaModel,
+        inputs: Mapping[str, Any],
+        *,
+        features: Features | None = None,
+        encoding: Encoding | None = None,
+        num_copies: int = 1,
     ) -> None:
-        """`num_copies`: consecutive rows of the batch that share their images, as the beams of a search do."""
+        """`features` of images that came encoded, or the `encoding` that makes them. `num_copies`: consecutive rows
+        of the batch that share their images, as the beams of a search do."""
         self.media = media
         self.features = features
+        self.encoding = encoding  # None: there is nothing to encode, or it is done
         self.input_ids = torch.as_tensor(inputs["input_ids"])
         self.num_tokens = self.input_ids.shape[1]
         self._is_medium_BT = self.input_ids == media.image_token_id
         self._row_BT = _feature_rows(self._is_medium_BT, num_copies)
-        self._require_as_many_rows(num_copies)
+        self._num_copies = num_copies
+        if encoding is None:
+            self._require_as_many_rows()
         types = _token_types(media, inputs, self._is_medium_BT)
         self.atomic = _atomic_spans(media.sight, types.get(media.type_names[0]) if media.type_names else None)
         self.position_ids, self.rope_deltas = _positions(media, inputs, self.input_ids)
@@ -122,15 +132,33 @@ class MediaPrompt:
         num_copies: int = 1,
     ) -> MediaPrompt:
         """From what the processor returned; its images are encoded here, once, unless they come encoded."""
+        prompt = cls.begun(media, inputs, encoder_bytes=encoder_bytes, num_copies=num_copies)
+        while prompt.encoding is not None:
+            prompt.encode_next()
+        return prompt
+
+    @classmethod
+    def begun(
+        cls, media: MediaModel, inputs: Mapping[str, Any], *, encoder_bytes: int, num_copies: int = 1
+    ) -> MediaPrompt:
+        """The same, before its images are encoded: `encode_next` until there is no `encoding` any more."""
         _refuse_other_media(inputs)
         encoded = inputs.get("mm_encoder_outputs") or {}
-        features = None
         if encoded.get("image") is not None:
-            features = given_features(encoded["image"])
-        elif inputs.get(PIXELS) is not None:
-            with torch.no_grad():
-                features = encode_media(media.tower, inputs, media.features, encoder_bytes)
-        return cls(media, inputs, features, num_copies=num_copies)
+            return cls(media, inputs, features=given_features(encoded["image"]), num_copies=num_copies)
+        if inputs.get(PIXELS) is None:
+            return cls(media, inputs, num_copies=num_copies)
+        encoding = Encoding(media.tower, inputs, media.features, encoder_bytes)
+        return cls(media, inputs, encoding=encoding, num_copies=num_copies)
+
+    def encode_next(self) -> None:
+        """One call of the tower, or none where all images are known; after the last, the prompt can be read."""
+        assert self.encoding is not None
+        if not self.encoding.is_done:
+            self.encoding.advance()
+        if self.encoding.is_done:
+            self.features, self.encoding = self.encoding.features(), None
+            self._require_as_many_rows()
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
         is_medium_BT = self._is_medium_BT[:, start:end]
@@ -217,8 +245,8 @@ class MediaPrompt:
         finally:
             handle.remove()
 
-    def _require_as_many_rows(self, num_copies: int) -> None:
-        placeholders = int(self._is_medium_BT.sum()) // num_copies
+    def _require_as_many_rows(self) -> None:
+        placeholders = int(self._is_medium_BT.sum()) // self._num_copies
         rows = self.features.num_rows if self.features is not None else 0
         if placeholders != rows:
             what = "more images than placeholders" if rows > placeholders else "more placeholders than images"

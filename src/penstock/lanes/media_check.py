@@ -1,18 +1,23 @@
-"""Does an image-text model in memory read in chunks what it reads whole? Tried on text, and on a small picture."""
+"""The self-check of image-text models: text on a small copy; a small picture among text on the loaded model."""
 
 # V vocabulary
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from penstock.errors import InvalidMedia, PenstockError, UnsupportedModel
-from penstock.lanes.chunk_check import chunk_check, exact_limit
-from penstock.lanes.forward_call import read_in_chunks
-from penstock.lanes.media import MediaPrompt
+from penstock.errors import InvalidMedia, UnsupportedModel
+from penstock.lanes.comparison import Case, compared, first_line, held_to_float32, largest_difference
+from penstock.lanes.forward_check import forward_case, text_inputs
+from penstock.lanes.media import MediaModel, MediaPrompt, media_model
+from penstock.lanes.media_features import FeatureCache
 from penstock.lanes.multimodal import MultimodalLane
+from penstock.lanes.text_check import CHUNKINGS, PROMPT_LENGTHS
 from penstock.lanes.verdicts import Finding, Verdict, Way
 
 WIDTH, HEIGHT = 112, 84
@@ -20,60 +25,80 @@ NUM_CHUNKS = 4  # few, because a picture may be many tokens of a large model
 NOT_PACKED = Finding(exact=False, max_difference=None, reason="one sequence per call: the model keeps its own cache")
 
 
-def check_media(lane: MultimodalLane) -> Verdict:
-    """A model whose pictures are not read as its plain forward reads them is refused; else whole is always right."""
-    text = chunk_check(lane.model)
-    found = Finding(exact=text.exact, max_difference=text.max_difference, reason=f"text {text.reason.rstrip('.')}")
-    if text.exact and lane.processor is not None:
-        found = _check_picture(lane)
-    return Verdict(**found.model_dump(), way=Way.OWN_CACHE, packing=NOT_PACKED)
-
-
-def _check_picture(lane: MultimodalLane) -> Finding:
-    try:
-        inputs = _picture_inputs(lane)
-    except InvalidMedia as error:
-        return Finding(
-            exact=True, max_difference=None, reason=f"text is; no picture was tried: {str(error).rstrip('.')}"
-        )
-    try:
-        with torch.no_grad():
-            plain_V = lane.model(**inputs, use_cache=False).logits[0, -1].float()
-            prompt = MediaPrompt.of(lane.media, inputs, encoder_bytes=lane.encoder_bytes)
-            whole = _difference(lane, prompt, plain_V, prompt.num_tokens)
-            chunked = _difference(lane, prompt, plain_V, -(-prompt.num_tokens // NUM_CHUNKS) + 1)
-    except (PenstockError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        problem = " ".join(str(error).split())[:200]
-        raise UnsupportedModel(f"A prompt with a picture cannot be read by this model ({problem}).") from error
-    limit = exact_limit(lane.model, plain_V)
-    if not whole <= limit:
+@torch.no_grad()
+def check_image_text(model: Any) -> Verdict:
+    """Of a small copy in float32: text, cut as the lane cuts it. Pictures need the processor of the real model."""
+    media = media_model(model)
+    if media is None:
         raise UnsupportedModel(
-            f"With a picture, this model's logits differ by {whole:.2g} from its plain forward (limit {limit:.2g})."
+            f"{type(model).__name__} has no get_image_features; its images cannot be read in chunks."
         )
-    reason = f"text and a picture in chunks differ by at most {chunked:.2g} from the whole prompt (limit {limit:.2g})"
-    return Finding(exact=chunked <= limit, max_difference=chunked, reason=reason)
+    found = compared(_texts(media), CHUNKINGS, what="chunked logits of text", against="the whole prompt's")
+    return Verdict(way=Way.OWN_CACHE, packing=NOT_PACKED, **found.model_dump())
 
 
-def _picture_inputs(lane: MultimodalLane) -> dict[str, Any]:
-    from PIL import Image
-
-    assert lane.processor is not None
-    if lane.processor.placeholder is None:
-        raise InvalidMedia("the processor does not say what stands for an image.")
-    pixels = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    text = f"What is in {lane.processor.placeholder} and why?"
-    return lane.inputs(lane.processor.inputs(text, [Image.fromarray(pixels.numpy())]))
+def _texts(media: MediaModel) -> Iterator[Case]:
+    for seed, length in enumerate(PROMPT_LENGTHS):
+        inputs = text_inputs(media.model, length, seed=seed)
+        prompt = MediaPrompt.of(media, {"input_ids": inputs["input_ids"]})
+        yield forward_case(media.model, inputs, prompt)
 
 
-def _difference(lane: MultimodalLane, prompt: MediaPrompt, plain_V: torch.Tensor, chunk_size: int) -> float:
-    output = read_in_chunks(
-        lane.model,
-        prompt,
-        model=lane.model,
-        cache=(str(lane.signature.cache_name), None),
-        chunk_limit=lambda start: chunk_size,
-        num_logit_rows=1,
-        takes_logit_rows=lane.signature.accepts("logits_to_keep"),
-        on_chunk=lambda start, end, reason: None,
-    )
-    return float((output.logits[0, -1].float() - plain_V).abs().max())
+@torch.no_grad()
+def check_picture(lane: MultimodalLane) -> Finding | None:
+    """On the loaded model. One whose picture is not read whole as its plain forward reads it is refused.
+
+    None: there is no processor, or it does not say what stands for an image, so none could be tried.
+    """
+    inputs = _picture_inputs(lane)
+    if inputs is None:
+        return None
+    try:
+        prompt = MediaPrompt.of(lane.media, inputs, encoder_bytes=lane.encoder_bytes)
+        case = forward_case(lane.model, inputs, prompt, first_row=prompt.num_tokens - 1)
+        whole = largest_difference(case.read(iter([prompt.num_tokens])), case.whole)
+    except Exception as error:  # a foreign forward or processor fails in ways of its own
+        raise UnsupportedModel(
+            f"A prompt with a picture cannot be read by this model ({first_line(error)})."
+        ) from error
+    if not whole <= case.allowed:
+        raise UnsupportedModel(
+            f"With a picture, this model's logits differ by {whole:.2g} from its plain forward ({case.allowed:.2g} is "
+            "allowed)."
+        )
+    return compared([case], [_chunking(prompt)], what="a picture's logits in chunks", against="the whole prompt's")
+
+
+@torch.no_grad()
+def check_real_media(lane: MultimodalLane) -> Finding:
+    """The loaded weights in their own dtype: two texts, and a picture where one can be made. A float32 copy exists
+    meanwhile."""
+    exact = copy.deepcopy(lane.model).float()
+    media = dataclasses.replace(lane.media, features=FeatureCache(0))
+    picture = _picture_inputs(lane)
+    texts = [text_inputs(lane.model, length, seed=seed) for seed, length in enumerate(PROMPT_LENGTHS)]
+    cases = []
+    for inputs in texts if picture is None else [*texts[1:], picture]:
+        prompt = MediaPrompt.of(media, inputs, encoder_bytes=lane.encoder_bytes)
+        first_row = prompt.num_tokens - 1 if inputs is picture else 0
+        wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+        exact_TV = exact(**wide, use_cache=True, return_dict=True).logits[0, first_row:].float()
+        cases.append((forward_case(lane.model, inputs, prompt, first_row=first_row), exact_TV))
+    return held_to_float32(cases, CHUNKINGS[0], lane.model.dtype)
+
+
+def _chunking(prompt: MediaPrompt) -> tuple[int, ...]:
+    return (-(-prompt.num_tokens // NUM_CHUNKS) + 1,)
+
+
+def _picture_inputs(lane: MultimodalLane) -> dict[str, Any] | None:
+    if lane.processor is None or lane.processor.placeholder is None:
+        return None
+    try:
+        from PIL import Image
+
+        pixels = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=torch.Generator().manual_seed(0))
+        picture = Image.fromarray(pixels.to(torch.uint8).numpy())
+        return lane.inputs(lane.processor.inputs(f"What is in {lane.processor.placeholder} and why?", [picture]))
+    except (ImportError, InvalidMedia):
+        return None

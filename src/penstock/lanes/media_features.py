@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,19 +95,37 @@ class FeatureCache:
             self.num_bytes -= self._by_key.popitem(last=False)[1].num_bytes
 
 
-def encode_media(
-    tower: Tower, inputs: Mapping[str, Any], cache: FeatureCache, budget_bytes: int = DEFAULT_ENCODER_BYTES
-) -> Features:
-    """The rows of all media of a prompt, in order; equal media are encoded once."""
-    media = split_media(tower, inputs)
-    settings = {name: inputs[name] for name in tower.settings if inputs.get(name) is not None}
-    known = {medium.key: found for medium in media if (found := cache.get(medium.key)) is not None}
-    missing = {medium.key: medium for medium in media if medium.key not in known}
-    for batch in batches(tower, list(missing.values()), budget_bytes):
-        for medium, features in zip(batch, _encode(tower, batch, settings), strict=True):
-            known[medium.key] = replace(features, media=((medium.key, features.num_rows),))
-            cache.put(medium.key, known[medium.key])
-    return Features.joined([known[medium.key] for medium in media])
+class Encoding:
+    """The media of a prompt on their way through the tower, one call at a time; equal media are encoded once."""
+
+    def __init__(
+        self, tower: Tower, inputs: Mapping[str, Any], cache: FeatureCache, budget_bytes: int = DEFAULT_ENCODER_BYTES
+    ) -> None:
+        self._tower = tower
+        self._cache = cache
+        self._media = split_media(tower, inputs)
+        self._settings = {name: inputs[name] for name in tower.settings if inputs.get(name) is not None}
+        self._known = {one.key: found for one in self._media if (found := cache.get(one.key)) is not None}
+        missing = {one.key: one for one in self._media if one.key not in self._known}
+        self._waiting = deque(batches(tower, list(missing.values()), budget_bytes))
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One call of the tower."""
+        batch = self._waiting.popleft()
+        for medium, features in zip(batch, _encode(self._tower, batch, self._settings), strict=True):
+            self._known[medium.key] = replace(features, media=((medium.key, features.num_rows),))
+            self._cache.put(medium.key, self._known[medium.key])
+
+    def features(self) -> Features:
+        """The rows of all media, in order; what is not encoded yet is encoded now."""
+        while not self.is_done:
+            self.advance()
+        return Features.joined([self._known[medium.key] for medium in self._media])
 
 
 def given_features(output: Any) -> Features:

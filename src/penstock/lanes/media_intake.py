@@ -41,13 +41,13 @@ class MediaIntake:
     def prompt(
         self, text: str, images: Sequence[Any], limits: PromptLimits, *, add_special_tokens: bool
     ) -> MediaPrompt:
-        """The processor runs once, here; so does the tower, after what is too long or too large was refused."""
+        """The processor runs once, here. What is too long or too large is refused; the images are not encoded yet."""
         if self.processor is None:
             raise InvalidMedia(f"{len(images)} image(s) given, and they cannot be read: {self.why_no_images}")
         inputs = self.inputs(self.processor.inputs(text, images, add_special_tokens=add_special_tokens))
         limits.refuse_too_long(inputs["input_ids"].shape[1])
         self._refuse_too_large(inputs, limits.free_bytes)
-        return MediaPrompt.of(self.media, inputs, encoder_bytes=self.encoder_bytes)
+        return MediaPrompt.begun(self.media, inputs, encoder_bytes=self.encoder_bytes)
 
     def text_prompt(self, tokens: Sequence[int]) -> MediaPrompt:
         return MediaPrompt.of(self.media, {"input_ids": torch.tensor([tokens], device=self.model.device)})

@@ -15,16 +15,13 @@ from typing import Any
 import torch
 
 from penstock.attention.backend import ForwardInputs
-from penstock.errors import InvalidModelFile, PromptTooLong, UnsupportedModel
+from penstock.errors import InvalidModelFile, InvalidSetting, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.source_decoder import CrossStates, SourceDecoder
 from penstock.lanes.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
 from penstock.plan.memory import ModelShape
 from penstock.request import SourceReading
 
-CHECK_TOKENS, CHECK_TILE = 37, 7
-# float32: rounding alone. Narrower types: a part of the states' own size, far above rounding and below any mistake.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 # What generation_config.json may ask for and is not done here: name -> the value that asks for nothing.
 NOT_DONE: Mapping[str, Any] = {
     "num_beams": 1,
@@ -88,14 +85,18 @@ class _Reading:
 
 
 class Seq2SeqLane:
-    def __init__(self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int) -> None:
+    """`why_no_start`: why an answer that is begun cannot be read in chunks; empty where it can."""
+
+    def __init__(
+        self, model: Any, *, facts: LaneFacts, shape: ModelShape, max_source: int, why_no_start: str = ""
+    ) -> None:
+        self.why_no_start = why_no_start
         self.model = model
         self.shape = shape
         self.decoder = SourceDecoder(model)
         self.rules = AnswerRules.of(model.generation_config)
-        self.encoder: TiledEncoder | None
-        self.encoder, why_not = tiled_encoder(model)
-        self.facts = facts if self.encoder is not None else facts.reading_whole(why_not)
+        self.facts = facts
+        self.encoder = None if facts.reads_whole else TiledEncoder(encoder_of(model))
         self.num_positions = position_limit(encoder_of(model))
         self.max_source = max_source if self.num_positions is None else min(max_source, self.num_positions)
         self._readings: dict[int, _Reading] = {}
@@ -117,13 +118,21 @@ class Seq2SeqLane:
                 "it or, to go past that, raise --context."
             )
 
-    def prompt(self, source: Sequence[int]) -> tuple[tuple[int, ...], SourceReading]:
-        """The positions of a request: source tokens in the first pass, nothing new in the others, then the start."""
+    def prompt(self, source: Sequence[int], answer_start: Sequence[int] = ()) -> tuple[tuple[int, ...], SourceReading]:
+        """The positions of a request: source tokens in the first pass, nothing new in the others, then the answer's
+        start, which is read in chunks like any tokens."""
+        if answer_start and self.why_no_start:
+            raise InvalidSetting(f"A begun answer is not exact on this model: {self.why_no_start}. Leave it out.")
+        start = (*self.rules.start_tokens, *answer_start)
+        if (limit := self.decoder.max_positions) is not None and len(start) >= limit:
+            raise PromptTooLong(
+                f"The answer begins with {len(start)} tokens; the decoder has positions for {limit}. Shorten its start."
+            )
         reading = SourceReading(
             num_tokens=len(source), num_passes=self.num_passes, max_answer_tokens=self.decoder.max_positions
         )
         filler = (0,) * (reading.num_positions - len(source))
-        return (*source, *filler, *self.rules.start_tokens), reading
+        return (*source, *filler, *start), reading
 
     @torch.no_grad()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -182,37 +191,3 @@ class Seq2SeqLane:
             self.decoder.add_keys(reading.cross, source.hidden_BSM[:, rows], rows.start)
         if end == num_encoding + num_tokens:
             reading.cache = self.decoder.cache(reading.cross)
-
-
-def tiled_encoder(model: Any) -> tuple[TiledEncoder | None, str]:
-    """The encoder that reads in tiles, once a short source shows that tiles change nothing; else why it is not."""
-    try:
-        plain = encoder_of(model)
-        encoder = TiledEncoder(plain)
-        difference = _difference(plain, encoder)
-    except UnsupportedModel as error:
-        return None, f"the source is read whole: {error}"
-    except Exception as error:  # a foreign forward may fail in any way when it is run in tiles
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return None, f"the source is read whole: its encoder cannot be run in tiles ({reason})"
-    limit = TOLERANCE[next(plain.parameters()).dtype]
-    if not difference <= limit:
-        return None, f"the source is read whole: tiles change the encoder's states by {difference:.1e}"
-    return encoder, ""
-
-
-@torch.no_grad()
-def _difference(plain: Any, encoder: TiledEncoder) -> float:
-    """The largest difference of states read whole and in tiles, as a part of their spread where that is above one."""
-    device = next(plain.parameters()).device
-    vocab_size = plain.get_input_embeddings().num_embeddings
-    num_tokens = min(CHECK_TOKENS, encoder.max_positions or CHECK_TOKENS)
-    ids = torch.randint(vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    whole = plain(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-    state = encoder.new_state(ids)
-    end = encoder.num_passes * num_tokens
-    for start in range(0, end, CHECK_TILE):
-        encoder.read(state, start, min(start + CHECK_TILE, end))
-    assert state.hidden_BSM is not None
-    difference = (state.hidden_BSM - whole).abs().max() / max(1.0, float(whole.float().std()))
-    return float(difference)

@@ -33,7 +33,7 @@ class SourceDecoder:
     @torch.no_grad()
     def add_keys(self, cross: CrossStates, hidden_BTM: torch.Tensor, start: int) -> None:
         """Keys and values of a tile, made by the decoder's own layers: one token is run over that tile alone."""
-        cache = self._new_cache()
+        cache = self.new_cache()
         one = torch.zeros(hidden_BTM.shape[0], 1, dtype=torch.long, device=hidden_BTM.device)
         self.decoder(input_ids=one, encoder_hidden_states=hidden_BTM, past_key_values=cache, use_cache=True)
         layers = cache.cross_attention_cache.layers
@@ -49,7 +49,7 @@ class SourceDecoder:
 
     def cache(self, cross: CrossStates) -> Any:
         """A cache whose source part is full and whose own part is empty. The tensors are taken, not copied."""
-        cache = self._new_cache()
+        cache = self.new_cache()
         for index, (k, v) in enumerate(zip(cross.k_BKSD, cross.v_BKSD, strict=True)):
             cache.cross_attention_cache.update(k[:, :, :0], v[:, :, :0], index)
             layer = cache.cross_attention_cache.layers[index]
@@ -76,7 +76,7 @@ class SourceDecoder:
 
         return BaseModelOutput(last_hidden_state=hidden_BSM)
 
-    def _new_cache(self) -> Any:
+    def new_cache(self) -> Any:
         from transformers import DynamicCache, EncoderDecoderCache
 
         return EncoderDecoderCache(DynamicCache(config=self.decoder.config), DynamicCache())

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import LaneFacts
 
-FORMAT = 1  # changes when a verdict of an earlier version may not be believed any more
+FORMAT = 2  # changes when a verdict of an earlier version may not be believed any more
 LIBRARIES = ("torch", "transformers")
 
 
@@ -29,6 +29,7 @@ class Way(Enum):
     PAGED = "paged"  # our pages, one sequence per call
     OWN_CACHE = "own-cache"  # the model's cache object, one sequence per call
     RECOMPUTED = "recomputed"  # no cache: every call reads the sequence from its start
+    TILES = "tiles"  # a source, layer by layer
 
 
 class Finding(BaseModel):
@@ -47,12 +48,15 @@ class Verdict(Finding):
     way: Way
     passes_mask: bool = False  # to a model with its own cache
     packing: Finding  # several sequences in one call against each alone
+    answer_chunks: Finding | None = None  # of a decoder over its source; a begun answer is refused where not exact
+    picture: Finding | None = None  # among text, on the loaded model; None: no picture was tried
     real_weights: Finding | None = None  # in their own dtype; None where that dtype is float32
 
     @property
     def summary(self) -> str:
         word = "exact" if self.exact else "read whole"
-        return f"{word} ({self.way.value}): {self.reason}"
+        parts = [part.reason for part in (self, self.picture) if part is not None]
+        return f"{word} ({self.way.value}): {', '.join(dict.fromkeys(parts))}"
 
 
 def judged(facts: LaneFacts, verdict: Verdict | None, *, is_strict: bool) -> LaneFacts:
@@ -64,11 +68,12 @@ def judged(facts: LaneFacts, verdict: Verdict | None, *, is_strict: bool) -> Lan
             f"--strict: this model cannot be read in exact chunks ({verdict.reason}). Leave --strict out to read "
             "prompts whole."
         )
+    facts = replace(facts, reason=f"{facts.reason}; {verdict.summary}", reads_whole=not verdict.exact)
+    if verdict.way is Way.TILES:
+        return facts
     has_pages = verdict.way in (Way.PACKED, Way.PAGED)
     return replace(
         facts,
-        reason=f"{facts.reason}; {verdict.summary}",
-        reads_whole=not verdict.exact,
         shares_prefixes=has_pages,
         chunk_mask_mode="offset-causal" if has_pages else "the model's own",
     )

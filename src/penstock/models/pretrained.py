@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ def image_text_class(files: ModelFiles) -> tuple[type, Any]:
     return _class_of(files, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "has no image-text model in it")
 
 
+def seq2seq_class(files: ModelFiles) -> tuple[type, Any]:
+    """The same for an encoder-decoder model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    model_class, config = _class_of(files, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "has no text-to-text model in it")
+    if getattr(getattr(config, "encoder", config), "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # some releases hand softcaps to a kernel that leaves them out
+    return model_class, config
+
+
 def load_processor(files: ModelFiles) -> Any:
     """What makes a model's inputs from text and images; it may need libraries that are not installed."""
     from transformers import AutoProcessor
@@ -37,6 +48,11 @@ def load_processor(files: ModelFiles) -> Any:
         with quiet_library():
             return AutoProcessor.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        if "torchvision" in str(error).lower() and find_spec("torchvision") is None:
+            raise UnsupportedModel(
+                "its processor needs torchvision, which is not installed; pip install torchvision, in the version that "
+                f"belongs to torch {torch.__version__}."
+            ) from error
         raise UnsupportedModel(f"{files.folder} gives no processor: {_first_line(error)}") from error
 
 

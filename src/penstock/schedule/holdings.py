@@ -157,7 +157,7 @@ class Holdings:
         while len(hashes) <= index:
             previous = hashes[-1] if hashes else root_hash(self.model_identity, sequence.request.rotary)
             start, end = len(hashes) * block_size, (len(hashes) + 1) * block_size
-            media = [one.key for one in sequence.request.media_keys if one.start < end and start < one.end]
+            media = [one.key for one in sequence.media_keys if one.start < end and start < one.end]
             hashes.append(chain_hash(previous, sequence.tokens[start:end], media))
         return hashes[index]
 

@@ -13,7 +13,7 @@ from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
-from penstock.request import Chunk, FinishReason, Request, Sequence, Span, Status, StepPlan, StepResult
+from penstock.request import Chunk, FinishReason, MediaKey, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
 from penstock.schedule.draft import Draft, Flight
 from penstock.schedule.holdings import Holdings
@@ -118,9 +118,12 @@ class Scheduler:
         self.sequences[sequence.id] = self.waiting[sequence.id] = sequence
         return sequence
 
-    def extend_prompt(self, sequence_id: int, tokens: Tokens[int], *, is_last: bool) -> None:
-        """More of a streamed prompt has been read."""
+    def extend_prompt(
+        self, sequence_id: int, tokens: Tokens[int], *, is_last: bool, media_keys: tuple[MediaKey, ...] = ()
+    ) -> None:
+        """More of a streamed prompt has been read, or the images of one are encoded."""
         sequence = self.sequences[sequence_id]
+        sequence.media_keys += media_keys
         assert not sequence.prompt_is_complete
         self.refuse_too_long(len(sequence.tokens) + len(tokens))
         sequence.tokens.extend(tokens)
