@@ -96,6 +96,7 @@ class Request:
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
     media_keys: tuple[MediaKey, ...] = ()  # part of the prefix hash
+    chunk_size: int | None = None  # None: the engine's; 0: the prompt is read whole
 
     @property
     def first_decoder_position(self) -> int:
