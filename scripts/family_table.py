@@ -31,7 +31,7 @@ LARGEST_GAP = 0.10
 SETTINGS: dict[str, Any] = {"dtype": "float32", "threads": 2, "memory": "3GiB", "context": 9000}
 MEMORY = {"qwen3.5": "hybrid", "qwen3-moe": "experts", "llava": "images"}
 NUM_IMAGES = 4
-SPEED_TOKENS, SPEED_WRITTEN, SPEED_ROUNDS = 1024, 32, 3
+SPEED_WRITTEN = 32
 
 
 def load(name: str, folder: Path, num_tokens: int, num_images: int, **settings: Any) -> Engine:
@@ -83,19 +83,19 @@ def memory_table(folders: dict[str, Path]) -> list[str]:
 # --- speed ---
 
 
-def speed_row(name: str, folder: Path) -> tuple[float, float, float, float]:
+def speed_row(name: str, folder: Path, num_tokens: int, num_rounds: int) -> tuple[float, float, float, float]:
     """(reading, writing) in tokens per second, native and by transformers; medians of runs that take turns."""
     generic = GENERIC_TEXT if FAMILIES[name].image is None else GENERIC_MULTIMODAL
     settings = {"chunk_size": 256, "prefix_cache": False}
     engines = [
-        load(name, folder, SPEED_TOKENS, 1, **settings),
-        load(name, folder, SPEED_TOKENS, 1, lane=generic, **settings),
+        load(name, folder, num_tokens, 1, **settings),
+        load(name, folder, num_tokens, 1, lane=generic, **settings),
     ]
     reading: list[list[float]] = [[], []]
     writing: list[list[float]] = [[], []]
-    for round_number in range(SPEED_ROUNDS + 1):
+    for round_number in range(num_rounds + 1):
         for index, engine in enumerate(engines):
-            output = ask(engine, name, SPEED_TOKENS, 1, max_tokens=SPEED_WRITTEN)
+            output = ask(engine, name, num_tokens, 1, max_tokens=SPEED_WRITTEN)
             if round_number:  # the first one warms up
                 reading[index].append(output.num_prompt_tokens / output.prefill_s)
                 writing[index].append((SPEED_WRITTEN - 1) / output.decode_s)
@@ -105,13 +105,11 @@ def speed_row(name: str, folder: Path) -> tuple[float, float, float, float]:
     return (*ours, *theirs)
 
 
-def speed_table(names: list[str], folders: dict[str, Path]) -> None:
-    print(
-        f"\nTokens per second: {SPEED_TOKENS} read in chunks of 256, {SPEED_WRITTEN} written, float32, lanes in turns"
-    )
+def speed_table(names: list[str], folders: dict[str, Path], num_tokens: int, num_rounds: int) -> None:
+    print(f"\nTokens per second: {num_tokens} read in chunks of 256, {SPEED_WRITTEN} written, float32, lanes in turns")
     print("family          reading: native  transformers  ratio   writing: native  transformers  ratio")
     for name in names:
-        ours_in, ours_out, theirs_in, theirs_out = speed_row(name, folders[name])
+        ours_in, ours_out, theirs_in, theirs_out = speed_row(name, folders[name], num_tokens, num_rounds)
         print(
             f"{name:<15} {ours_in:>15.0f} {theirs_in:>13.0f} {ours_in / theirs_in:>6.2f} "
             f"{ours_out:>17.1f} {theirs_out:>13.1f} {ours_out / theirs_out:>6.2f}",
@@ -144,7 +142,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--tables", nargs="+", default=["memory", "speed", "reuse"])
+    parser.add_argument("--speed-tokens", type=int, default=1024, help="that the speed table reads")
+    parser.add_argument("--rounds", type=int, default=3, help="of the speed table, whose medians count")
+    parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
+    SETTINGS["threads"] = arguments.threads
     library.set_verbosity_error()
     library.disable_progress_bar()
     failures: list[str] = []
@@ -156,7 +158,7 @@ def main() -> None:
         if "memory" in arguments.tables:
             failures += memory_table(folders)
         if "speed" in arguments.tables:
-            speed_table(arguments.families, folders)
+            speed_table(arguments.families, folders, arguments.speed_tokens, arguments.rounds)
         if "reuse" in arguments.tables:
             hybrids = [one for one in ("qwen3-next", "qwen3.5", "bamba", "granite-hybrid") if one in folders]
             reuse_table(hybrids, folders)
