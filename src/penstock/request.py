@@ -130,6 +130,7 @@ class Request:
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
+    chunk_size: int | None = None  # None: the engine's; 0: the prompt is read whole
 
     @property
     def first_decoder_position(self) -> int:

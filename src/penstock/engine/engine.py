@@ -12,7 +12,7 @@ from typing import Any
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
-from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
+from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config, parse_chunk_size
 from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
@@ -90,7 +90,7 @@ class Engine:
                 reads_whole=model.lane.facts.reads_whole,
             ),
             budget=TokenBudget(
-                ceiling=config.max_chunk_size if config.chunk_size is None else config.chunk_size,
+                ceiling=_ceiling(config),
                 floor=config.floor,
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
             ),
@@ -157,21 +157,39 @@ class Engine:
     def lane(self) -> LaneFacts:
         return self.model.lane.facts
 
-    def plan(self, prompt_tokens: int, atomic_spans: tuple[Span, ...] = ()) -> PromptPlan:
-        """What a prompt of that length would cost in this engine. `atomic_spans`: of media that are read whole."""
+    def plan(
+        self, prompt_tokens: int, atomic_spans: tuple[Span, ...] = (), *, chunk_size: int | str | None = None
+    ) -> PromptPlan:
+        """What a prompt of that length would cost in this engine. `atomic_spans`: of media that are read whole.
+
+        `chunk_size`: of the request; None: the engine's.
+        """
         model = self.model
+        config, own_adjustments = self._config_of(chunk_size)
         source, capacity = model.source, self.scheduler.capacity
         plan = plan_prompt(
             model.memory,
             prompt_tokens,
-            self.config,
+            config,
             model.budget_bytes,
             capacity if source is None else min(capacity, source.max_source),
             is_source=source is not None,
             is_whole=self.lane.reads_whole,
             atomic=atomic_spans,
         )
-        return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))
+        return dataclasses.replace(plan, adjustments=(*self.adjustments, *own_adjustments, *plan.adjustments))
+
+    def _config_of(self, chunk_size: int | str | None) -> tuple[EngineConfig, tuple[str, ...]]:
+        """(the settings that a request with that chunk size runs under, what had to be changed)."""
+        if chunk_size is None:
+            return self.config, ()
+        asked = dataclasses.replace(self.config, chunk_size=parse_chunk_size(chunk_size))
+        if not self.lane.reads_whole or asked.chunk_size == 0:
+            return asked, ()
+        message = f"chunk size {chunk_size} is the whole prompt: {self.lane.reason}"
+        if self.config.strict:
+            raise InvalidSetting(f"--strict: {message}. Leave the chunk size out.")
+        return self.config, (message,)
 
     def generate(self, prompt: Prompt, **sampling: Any) -> Output:
         for event in self.stream(prompt, **sampling):
@@ -224,6 +242,7 @@ class Engine:
         *,
         images: Sequence[Any] = (),
         answer_start: str | Sequence[int] = (),
+        chunk_size: int | str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
         **sampling: Any,
@@ -231,10 +250,12 @@ class Engine:
         """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes.
 
         An image is a path, the bytes of a file, or a PIL image. `answer_start`: text or tokens that the answer of an
-        encoder-decoder model begins with; they are read, not written.
+        encoder-decoder model begins with; they are read, not written. `chunk_size` is this prompt's own, in place of
+        the engine's; 0 reads it whole, "auto" leaves it to the memory model.
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
+        config, _ = self._config_of(chunk_size)
         params = SamplingParams.of(sampling)
         self._refuse_impossible(params)
         if isinstance(prompt, TokenFeed) and (self.model.source is not None or self.model.media is not None):
@@ -252,7 +273,7 @@ class Engine:
             raise InvalidSetting("The tokens of an image have no log-probabilities. Leave prompt_logprobs out.")
         atomic_spans = () if media is None else media.atomic
         if self.config.strict and num_tokens:
-            self.plan(num_tokens, atomic_spans)  # refuses before any work
+            self.plan(num_tokens, atomic_spans, chunk_size=chunk_size)  # refuses before any work
         self._refuse_past_spans(atomic_spans)
         source = None
         if self.model.source is not None:
@@ -276,6 +297,7 @@ class Engine:
             deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
             source=source,
             atomic_spans=atomic_spans,
+            chunk_size=None if chunk_size is None else _ceiling(config),
         )
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self.scheduler.submit(request)
@@ -446,6 +468,7 @@ class Engine:
             media.encode_next()
             if media.encoding is None:
                 tokens = media.input_ids[0].tolist()
+                return_freed_memory()  # the encoder's, so that it is not held beside a chunk's
                 self.scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
         except PenstockError as error:
             self._emit(Failed(request_id=request_id, error=error))
@@ -458,7 +481,8 @@ class Engine:
                 continue
             feed = self._active[sequence.id].feed
             assert feed is not None
-            ceiling = self.scheduler.budget.ceiling
+            own = sequence.request.chunk_size
+            ceiling = self.scheduler.budget.ceiling if own is None else own
             wanted = max(ceiling, self.config.block_size) + 1
             num_ahead = len(sequence.tokens) - sequence.num_scheduled
             if ceiling == 0:
@@ -578,3 +602,8 @@ class Engine:
                 f"The prompt has {num_tokens} tokens and this model must read it whole ({self.lane.reason}); the "
                 f"memory budget allows {allowed}. Shorten it or raise --memory."
             )
+
+
+def _ceiling(config: EngineConfig) -> int:
+    """The most prompt tokens of a step; 0: no limit."""
+    return config.max_chunk_size if config.chunk_size is None else config.chunk_size

@@ -191,9 +191,18 @@ class TokenBudget:
     def predict(self, load: StepLoad) -> float:
         return self.cost.predict(load) if self.cost is not None else 0.0
 
-    def allowance(self, load: StepLoad, start: int, wanted: int, stretch: float = 1.0) -> int:
+    def ceiling_of(self, chunk_size: int | None) -> int:
+        """Of a step that carries a prompt with a chunk size of its own; 0: no limit."""
+        if chunk_size is None:
+            return self.ceiling
+        return max(self.ceiling, chunk_size) if self.ceiling and chunk_size else 0
+
+    def allowance(
+        self, load: StepLoad, start: int, wanted: int, stretch: float = 1.0, *, chunk_size: int | None = None
+    ) -> int:
         """Tokens after `start` that may join a step of that load and `stretch` times the target; may be 0."""
-        upper = min(wanted, self.ceiling) if self.ceiling else wanted
+        ceiling = self.ceiling_of(chunk_size)
+        upper = min(wanted, ceiling) if ceiling else wanted
         if self.target_s is None or self.cost is None:
             return upper
         # Aim lower the worse the recent predictions were.

@@ -396,12 +396,15 @@ class Scheduler:
         """Tokens left for this prompt by the token budget, the latency target and the memory."""
         wanted = sequence.num_known - sequence.num_scheduled + self.limits.overlap
         num_slots = sequence.request.num_slots(sequence.num_scheduled)
-        if self.budget.ceiling:
-            wanted = min(wanted, self.budget.ceiling - draft.num_prompt_tokens)
+        own = sequence.request.chunk_size
+        if own:
+            wanted = min(wanted, own)
+        if ceiling := self.budget.ceiling_of(own):
+            wanted = min(wanted, ceiling - draft.num_prompt_tokens)
         if has_decodes and self.policy.decodes_beside_prompts:
             wanted = self._shared_with_decodes(sequence, wanted, draft)
         elif self.policy.decodes_beside_prompts and not draft.num_prompt_tokens:
-            allowed = self.budget.allowance(draft.load, num_slots, wanted, STRETCH_WITHOUT_DECODES)
+            allowed = self.budget.allowance(draft.load, num_slots, wanted, STRETCH_WITHOUT_DECODES, chunk_size=own)
             wanted = max(allowed, min(wanted, self.budget.floor))
         if wanted < 1:
             return 0
@@ -415,7 +418,7 @@ class Scheduler:
         allowed = 0
         if budget.target_s is not None or policy.fills_without_target:
             num_slots = sequence.request.num_slots(sequence.num_scheduled)
-            allowed = budget.allowance(draft.load, num_slots, wanted)
+            allowed = budget.allowance(draft.load, num_slots, wanted, chunk_size=sequence.request.chunk_size)
         is_overdue = self._steps_without_prefill >= policy.most_steps_without_prefill
         is_first = draft.num_prompt_tokens == 0
         if is_first and policy.has_floor:
