@@ -41,8 +41,9 @@ def token_times(url: str, model: str, num_tokens: int, times: list[float]) -> No
         "POST", f"{url}/v1/completions", json=body | {"ignore_eos": True, "stream": True}, timeout=600
     ) as response:
         for line in response.iter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["finish_reason"] is None:
-                times.append(time.perf_counter())  # noqa: PERF401 - others read the list while it grows
+            part = json.loads(line[6:]) if line.startswith("data: {") else {}
+            if any(choice["finish_reason"] is None for choice in part.get("choices", ())):  # the end is an error event
+                times.append(time.perf_counter())
 
 
 def gaps_beside_a_prompt(url: str, model: str, prompt_tokens: int) -> tuple[list[float], float]:
