@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ EXIT_CHECK_FAILED = 1
 SCENARIO_NAMES = ("beside-64k", "questions", "bursts", "day")
 COST_NAMES = ("h200", "cpu")
 MOST_US_AT_256 = 1_000.0
+PIPE_COLUMNS = 150
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
@@ -112,7 +114,9 @@ def _schedule(
     from penstock.bench.workloads import SCENARIOS, SIZES
     from penstock.plan.machine import num_physical_cores
 
-    out, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    # A table in a file or a pipe is not cut to the width of a terminal that is not there.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS
+    out, progress = Console(highlight=False, width=width), Console(stderr=True, highlight=False)
     runs: list[Summary] = []
     checks: list[Check] = []
     titles: dict[str, str] = {}
