@@ -7,7 +7,7 @@ from penstock.attention import c_library
 from penstock.attention.backend import ForwardInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
-from penstock.models.layers import Linear, RmsNorm, gated_activation
+from penstock.models.layers import Linear, RmsNorm, gated_activation, wide_product
 
 pytestmark = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
 
@@ -70,6 +70,16 @@ def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, 
     linear.add_to(out, x)
     # With a bias and many rows torch adds a product that was rounded already.
     assert_rounded(out, before + expected, scale=0.1 + expected.abs())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 100])
+def test_a_wide_product_is_not_rounded_to_the_dtype_of_the_model(num_rows):
+    x, weight = random(num_rows, 96, seed=3), random(130, 96)
+    expected = x.double() @ weight.double().T
+    found = wide_product(x, weight)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 1e-4
+    assert (found.bfloat16().float() - expected).abs().max() > 1e-3, "it would show if it were rounded"
 
 
 @pytest.mark.parametrize("num_rotated", [0, 16, 24, 64], ids="{} dimensions are rotated".format)

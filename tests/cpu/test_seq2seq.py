@@ -181,7 +181,7 @@ def test_a_start_of_the_answer_is_refused_where_it_cannot_be_read(load, tiny):
     with pytest.raises(PromptTooLong, match=r"begins with 4500 tokens; the decoder has positions for 4500\. Shorten"):
         load("bart").submit(SOURCE, answer_start=[5] * 4499)
     with (
-        Engine.load(str(tiny("llama")[0]), memory="1GiB") as engine,
+        Engine.load(str(tiny("llama")[0]), memory="4GiB") as engine,
         pytest.raises(InvalidSetting, match="answer_start"),
     ):
         engine.submit([5], answer_start=[6])

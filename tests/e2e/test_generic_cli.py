@@ -87,7 +87,8 @@ def test_doctor_shows_the_verdict_and_checks_again_when_asked(folders, penstock)
     assert not report["verdict_was_kept"]
     assert report["verdict"]["exact"]
     assert report["verdict"]["way"] == "own-cache"
-    assert [lane["id"] for lane in report["lanes"]][:2] == ["optimized-native-text", GENERIC]
+    native = ["optimized-native-text", "optimized-native-multimodal"]
+    assert [lane["id"] for lane in report["lanes"]][:3] == [*native, GENERIC]
     assert report["cpu_kernels"] == {"compiled": False, "reason": "the compiled ones are for bfloat16, not float32"}
     again = json.loads(penstock("doctor", folders["lfm2"], "--dtype", "float32", "--json").stdout)
     assert again["verdict_was_kept"]

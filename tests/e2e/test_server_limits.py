@@ -87,7 +87,7 @@ def test_whoever_waits_is_told_its_place(server, folder):
 def test_leaving_cancels_and_a_retry_resumes(server, folder, is_streamed):
     """Three prompts, read one after the other, take long enough to leave in the middle, however busy the machine is."""
     prompts = [prompt(960, seed=20 + 3 * is_streamed + index) for index in range(3)]
-    given = body(folder, prompt=prompts, stream=is_streamed)
+    given = body(folder, prompt=prompts, stream=is_streamed, max_tokens=30)
     num_cancelled = server.metric("request_cancelled_total")
     num_chunks = server.metric("prefill_chunk_tokens_count")
     with posting(server, given):

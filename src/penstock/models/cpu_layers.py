@@ -48,7 +48,7 @@ class _Product(ctypes.Structure):
     """`struct product` of cpu_products.c."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "workspace", "parallel")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace", "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
     ]
 
@@ -124,16 +124,20 @@ def multiply(
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None,
     add_to: torch.Tensor | None = None,  # None: the product goes to a tensor of its own
+    *,
+    is_wide: bool = False,  # float32, as it was summed
 ) -> torch.Tensor:
     x_TI = x_TI.contiguous()
     num_rows, num_inputs = x_TI.shape
-    out_TO = torch.empty(num_rows, len(weight_OI), dtype=x_TI.dtype) if add_to is None else add_to
+    dtype = torch.float32 if is_wide else x_TI.dtype
+    out_TO = torch.empty(num_rows, len(weight_OI), dtype=dtype) if add_to is None else add_to
     num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
     call = _Product(
         rows=x_TI.data_ptr(),
         weight=weight_OI.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
-        out=out_TO.data_ptr(),
+        out=None if is_wide else out_TO.data_ptr(),
+        wide=out_TO.data_ptr() if is_wide else None,
         workspace=None if has_few_rows else _workspace(kernels, num_threads).data_ptr(),
         parallel=kernels.parallel,
         num_rows=num_rows,

@@ -19,25 +19,35 @@ struct product {
     const bf16 *weight;     /* [outputs, inputs] */
     const bf16 *bias;       /* [outputs], or NULL */
     bf16 *out;              /* [rows, outputs] */
+    float *wide;            /* the same, in place of `out` where it is not NULL */
     void *workspace;        /* [threads, penstock_product_bytes], of many rows */
     parallel_t parallel;
     int32_t num_rows, num_inputs, num_outputs, adds, num_threads; /* adds: to what is in `out` */
 };
+
+/* Up to 16 neighbouring outputs of one row. */
+INLINE void write_values(const struct product *p, __m512 values, int row, int output, int count)
+{
+    size_t at = (size_t)row * p->num_outputs + output;
+    if (p->bias)
+        values = _mm512_add_ps(values, load_floats(p->bias + output, count));
+    if (p->adds)
+        values = _mm512_add_ps(values, load_floats(p->out + at, count));
+    if (p->wide)
+        _mm512_mask_storeu_ps(p->wide + at, (__mmask16)((1u << count) - 1), values);
+    else
+        store_floats(p->out + at, values, count);
+}
 
 /* 16 sums: `num_outputs` outputs of `num_rows` rows, both constants where this is inlined. */
 INLINE void write_sums(const struct product *p, const float *sums, int row, int output, const int num_rows,
                        const int num_outputs)
 {
     for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++) {
-        bf16 *to = p->out + (size_t)(row + r) * p->num_outputs + output;
         int count = smaller(num_outputs, p->num_outputs - output);
         __m512i order = _mm512_mullo_epi32(LANE_NUMBERS, _mm512_set1_epi32(num_rows));
-        __m512 values = _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(r)), _mm512_loadu_ps(sums));
-        if (p->bias)
-            values = _mm512_add_ps(values, load_floats(p->bias + output, count));
-        if (p->adds)
-            values = _mm512_add_ps(values, load_floats(to, count));
-        store_floats(to, values, count);
+        __m512i places = _mm512_add_epi32(order, _mm512_set1_epi32(r));
+        write_values(p, _mm512_permutexvar_ps(places, _mm512_loadu_ps(sums)), row + r, output, count);
     }
 }
 
@@ -150,15 +160,8 @@ static void write_columns(const struct product *p, __m512 *columns, int first, i
 {
     int count = smaller(WIDE, p->num_outputs - output);
     transpose(columns);
-    for (int i = 0; i < smaller(LANES, p->num_rows - first); i++) {
-        bf16 *to = p->out + (size_t)(first + i) * p->num_outputs + output;
-        __m512 values = columns[i];
-        if (p->bias)
-            values = _mm512_add_ps(values, load_floats(p->bias + output, count));
-        if (p->adds)
-            values = _mm512_add_ps(values, load_floats(to, count));
-        store_floats(to, values, count);
-    }
+    for (int i = 0; i < smaller(LANES, p->num_rows - first); i++)
+        write_values(p, columns[i], first + i, output, count);
 }
 
 /* 12 outputs of 32 rows. */

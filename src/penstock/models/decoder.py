@@ -15,7 +15,7 @@ from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import GatedMlp, Linear, RmsNorm, product
+from penstock.models.layers import GatedMlp, Linear, RmsNorm, wide_product
 from penstock.models.mamba import Mamba
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
@@ -90,7 +90,7 @@ class Decoder:
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
-        logits_LV = product(self.final_norm(hidden_LM), self.head_VM).float()
+        logits_LV = wide_product(self.final_norm(hidden_LM), self.head_VM)
         if self.spec.logit_scale != 1.0:
             logits_LV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:

@@ -22,6 +22,13 @@ def product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+def wide_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """In float32: as it was summed, where that can be had, else rounded to the dtype of the model before."""
+    if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
+        return cpu_layers.multiply(kernels, x_TI, weight_OI, None, is_wide=True)
+    return product(x_TI, weight_OI).float()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     weight_OI: torch.Tensor
@@ -41,7 +48,7 @@ class Linear:
             cpu_layers.multiply(kernels, x_TI, self.weight_OI, self.bias_O, add_to=out_TO)
         elif self.bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, self.weight_OI):
             _gpu_products().add_product(out_TO, x_TI, self.weight_OI)
-        elif self.bias_O is None:
+        elif self.bias_O is None and (x_TI.is_cuda or cpu_layers.kernels_for(x_TI)):
             out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
