@@ -38,13 +38,14 @@ def test_chunks_of_several_query_tiles(rule):
 @pytest.mark.parametrize("name", ["causal", "window 5", "window 40", "window 700"])
 def test_images_see_themselves(name, layout):
     """Of five chunks: two images, none, one that began earlier, one whose last row is left, and one of many tiles."""
-    chunks = [(0, 60), (99, 100), (40, 70), (49, 50), (16, 20 + 2 * QUERY_ROWS)]
+    num_long = 2 * QUERY_ROWS if layout == "one run" else QUERY_ROWS // 4
+    chunks = [(0, 60), (99, 100), (40, 70), (49, 50), (16, 20 + num_long)]
     spans = (
         (Span(start=3, end=20), Span(start=30, end=59)),
         (),
         (Span(start=33, end=50),),
         (Span(start=33, end=50),),
-        (Span(start=18, end=19 + 2 * QUERY_ROWS),),
+        (Span(start=18, end=19 + num_long),),
     )
     attended, expected = paged(chunks, RULES[name], layout, spans=spans)
     assert (attended - expected).abs().max() < 2e-5

@@ -35,8 +35,8 @@ def test_gated_activations(kind, shape):
     assert torch.allclose(triton_layers.gated_activation(gate_up.to(DEVICE), kind).cpu(), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
-@pytest.mark.parametrize(("num_out", "num_in"), [(64, 512), (192, 1536), (4160, 1024), (64, 2048)])
+@pytest.mark.parametrize("num_rows", [1, 5, 16])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 1536), (4160, 512), (64, 2048)])
 def test_products_of_few_rows(num_rows, num_out, num_in):
     torch.manual_seed(0)
     # Half precision is not simulated faithfully everywhere; whole numbers are exact in any.
