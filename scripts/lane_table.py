@@ -39,7 +39,7 @@ from tiny_vision_models import (
 from transformers.utils import logging as library
 
 from penstock.engine.engine import Engine
-from penstock.lanes.lane import GENERIC_TEXT
+from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT
 from penstock.lanes.media_check import check_picture
 from penstock.lanes.media_processor import MediaProcessor
 from penstock.request import Output
@@ -85,7 +85,7 @@ class Row:
 
 
 def text_subject(name: str) -> Subject:
-    """Through the transformers lane, also where there is a native decoder."""
+    """Through the transformers lane, also where there is a native decoder; so are images."""
     return Subject(
         name=name,
         save=lambda folder: save_causal_model(MUST_SHOW[name](), folder),
@@ -104,7 +104,8 @@ def image_subject(name: str) -> Subject:
         if lane.processor is None:
             lane.processor = MediaProcessor(TensorProcessor(plain_inputs(name, model)))
         picture = check_picture(lane)
-        return f"{lane.facts.reason.split('; ')[1].split(',')[0]}, {picture.reason if picture else 'no picture'}"
+        checked = lane.facts.reason.split("asked for by --lane; ")[-1].split(",")[0]
+        return f"{checked}, {picture.reason if picture else 'no picture'}"
 
     return Subject(
         name=f"{name} (images)",
@@ -112,6 +113,7 @@ def image_subject(name: str) -> Subject:
         plain_inputs=lambda model: plain_inputs(name, model),
         ask=lambda engine: engine.generate(TEXT, images=pictures(2), max_tokens=NUM_GENERATED, ignore_eos=True),
         prepare=prepare,
+        lane=GENERIC_MULTIMODAL,
     )
 
 
