@@ -207,6 +207,10 @@ def test_features_leave_when_there_are_too_many_bytes(made):
     media = media_model(model)
     features = MediaPrompt.of(media, inputs).features
     cache = FeatureCache(max_bytes=2 * features.num_bytes)
+    for _ in range(3):
+        cache.put(b"twice", features)
+    assert cache.num_bytes == features.num_bytes, "what is replaced is not counted any more"
+    cache = FeatureCache(max_bytes=2 * features.num_bytes)
     for key in (b"one", b"two"):
         cache.put(key, features)
     assert cache.get(b"one") is not None

@@ -33,6 +33,7 @@ from penstock.errors import InvalidMedia, InvalidModelFile, InvalidSetting, Unkn
 from penstock.lanes.lane import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL, pick_lane
 from penstock.lanes.media import MediaPrompt
 from penstock.lanes.media_processor import MediaProcessor
+from penstock.request import Failed, Finished
 
 EXACT = 1e-4
 NUM_GENERATED = 32
@@ -191,6 +192,33 @@ def test_text_alone_is_read_too(name, saved, load):
         recorder = LogitRecorder(engine)
         assert engine.generate(given, max_tokens=NUM_GENERATED, ignore_eos=True).token_ids == written
         assert float((recorder.all - reference).abs().max()) <= EXACT
+
+
+def test_log_probabilities_of_images_are_refused_before_they_are_encoded(load):
+    engine = load("llava", chunk_size=7)
+    with pytest.raises(InvalidSetting, match="have no log-probabilities"):
+        engine.submit(TEXT, images=pictures(2), prompt_logprobs=0)
+    assert not engine.scheduler.has_work
+
+
+def test_an_image_that_the_tower_cannot_encode_fails_alone(load):
+    """A tower that runs out of memory, say, ends the request that asked, and no other."""
+    engine = load("llava", chunk_size=7)
+    tower = engine.model.media.lane.media.tower
+
+    def fail(**inputs):
+        raise RuntimeError("out of memory")
+
+    others = engine.submit([5, 6, 7], max_tokens=3, ignore_eos=True)
+    asked = engine.submit(TEXT, images=pictures(2), max_tokens=3)
+    object.__setattr__(tower, "encode", fail)
+    events = []
+    while engine.scheduler.has_work:
+        events += engine.step()
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert [(event.request_id, "out of memory" in str(event.error)) for event in failed] == [(asked, True)]
+    ended = {event.request_id: event.output.finish_reason for event in events if isinstance(event, Finished)}
+    assert ended == {others: "length", asked: "abort"}
 
 
 def test_an_image_wider_than_a_query_tile_and_a_window_is_read_exactly(saved):

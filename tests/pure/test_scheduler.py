@@ -351,6 +351,19 @@ def test_a_step_planned_ahead_goes_on_from_the_token_that_is_pending():
     assert scheduler.next_step() is None  # the third token is the last
 
 
+def test_claims_end_with_the_step_that_made_them():
+    """A prompt whose last chunk ended on a border is not kept from its next block by its own old claim."""
+    scheduler = make_scheduler(chunk_size=8)
+    scheduler.submit(make_request(0, range(40)))
+    first = scheduler.next_step()
+    scheduler.submit(make_request(1, range(100, 108)))  # shorter, so it takes the whole of the next step
+    second = scheduler.next_step()
+    assert [c.sequence_id for c in second.chunks] == [1]
+    scheduler.apply(StepResult(step=first.step, token_by_sequence={}, finished={}, elapsed_s=0.01, peak_bytes=0))
+    third = scheduler.next_step()
+    assert {c.sequence_id: (c.start, c.end) for c in third.chunks}[0] == (8, 16)
+
+
 @pytest.mark.parametrize(
     "values", [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 1}]
 )

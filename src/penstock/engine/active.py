@@ -84,6 +84,7 @@ class Active:
     def note_prompt_logprobs(self, tokens: list[int], first: int, rows: torch.Tensor) -> None:
         """Row i holds what the model expects after position first + i."""
         num_alternatives = self.request.sampling.prompt_logprobs or 0
+        del self.prompt_logprobs[first + 1 :]  # of a reading before this one, which was broken off
         for index, row in enumerate(rows):
             position = first + index + 1
             if position < len(tokens):

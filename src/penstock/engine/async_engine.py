@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from penstock.config import DEFAULT_MODEL
@@ -196,10 +197,14 @@ class AsyncEngine:
         with self._wakes:
             calls, self._calls = self._calls, []
         for function, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
             try:
-                future.set_result(function())
+                result = function()
             except BaseException as error:
                 future.set_exception(error)
+            else:
+                future.set_result(result)
 
     def _hand_out(self, event: Event) -> None:
         reader = self._readers.get(event.request_id)
@@ -214,7 +219,9 @@ class AsyncEngine:
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: the requests in it cannot be trusted to go on."""
-        for request_id, reader in list(self._readers.items()):
+        readers, self._readers = dict(self._readers), {}
+        for reader in readers.values():
             reader.put(error)
-            self.engine.abort(request_id)
-        self._readers.clear()
+        for request_id in readers:
+            with suppress(Exception):  # a device that is lost fails again; the error is known already
+                self.engine.abort(request_id)

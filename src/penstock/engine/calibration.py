@@ -29,8 +29,12 @@ def calibrate(engine: Engine) -> StepCost:
     scale = GPU_SCALE if engine.model.device.type == "cuda" else 1
     num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // (2 * NUM_DECODES))
 
+    reader = engine.model.media
+    image_token = None if reader is None else reader.lane.media.image_token_id  # stands for an image that is not there
+
     def tokens(length: int) -> list[int]:
-        return [generator.randrange(engine.model.spec.vocab_size) for _ in range(length)]
+        drawn = (generator.randrange(engine.model.spec.vocab_size) for _ in range(length))
+        return [(token + 1) % engine.model.spec.vocab_size if token == image_token else token for token in drawn]
 
     try:
         for length in {min(64, num_tokens), num_tokens if scale > 1 else 1}:  # first uses compile and cache

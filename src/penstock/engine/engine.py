@@ -23,7 +23,7 @@ from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
-from penstock.errors import InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
+from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import MediaPrompt
 from penstock.lanes.media_intake import PromptLimits
@@ -208,7 +208,7 @@ class Engine:
                 for event in self.step():
                     if isinstance(event, Failed) and event.request_id in ids:
                         raise event.error
-                    if isinstance(event, Finished):
+                    if isinstance(event, Finished) and event.request_id in ids:
                         outputs[event.request_id] = event.output
         finally:
             for request_id in ids:
@@ -269,7 +269,8 @@ class Engine:
         if feed is None and not tokens:
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
         num_tokens = len(tokens) if feed is None else feed.num_total or 0
-        if media is not None and media.features is not None and params.prompt_logprobs is not None:
+        has_images = media is not None and (media.features is not None or media.encoding is not None)
+        if has_images and params.prompt_logprobs is not None:
             raise InvalidSetting("The tokens of an image have no log-probabilities. Leave prompt_logprobs out.")
         atomic_spans = () if media is None else media.atomic
         if self.config.strict and num_tokens:
@@ -317,7 +318,7 @@ class Engine:
         """Cancels within one chunk; computed blocks stay in the prefix cache, so an equal prompt resumes there."""
         if request_id in self.scheduler.sequences:
             self.scheduler.abort(request_id)
-            while request_id in self.scheduler.sequences:
+            while self._flights and request_id in self.scheduler.sequences:
                 self._land()
             self._collect_ended()
 
@@ -342,13 +343,13 @@ class Engine:
         plan = self.scheduler.next_step()
         if plan is None:
             return False
-        if self.on_plan is not None:
-            self.on_plan(plan)
-        for request_id in plan.preempted:
-            self.model.lane.release(request_id)
-            self._expect_media(request_id)
         started_at = time.perf_counter()
         try:
+            if self.on_plan is not None:
+                self.on_plan(plan)
+            for request_id in plan.preempted:
+                self.model.lane.release(request_id)
+                self._expect_media(request_id)
             logits = self._runner.run(plan, self.scheduler.sequences)
         except BaseException:
             self.scheduler.fail(plan.step)
@@ -470,16 +471,18 @@ class Engine:
                 tokens = media.input_ids[0].tolist()
                 return_freed_memory()  # the encoder's, so that it is not held beside a chunk's
                 self.scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
-        except PenstockError as error:
-            self._emit(Failed(request_id=request_id, error=error))
+        except Exception as error:  # of a tower that runs out of memory, say: only who asked is to know
+            own = error if isinstance(error, PenstockError) else InvalidMedia(f"The images cannot be encoded: {error}")
+            self._emit(Failed(request_id=request_id, error=own))
             self.abort(request_id)
 
     def _feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk."""
         for sequence in list(self.scheduler.sequences.values()):
-            if sequence.prompt_is_complete or self._active[sequence.id].media is not None:
+            active = self._active.get(sequence.id)
+            if active is None or sequence.prompt_is_complete or active.media is not None or sequence.is_leaving:
                 continue
-            feed = self._active[sequence.id].feed
+            feed = active.feed
             assert feed is not None
             own = sequence.request.chunk_size
             ceiling = self.scheduler.budget.ceiling if own is None else own

@@ -73,7 +73,8 @@ class Runner:
     def __init__(self, lane: Lane, device: torch.device) -> None:
         self.lane = lane
         self.device = device
-        self._last: StepLogits | None = None
+        # Which tokens the last step chose, and for whom; its logits are not kept with them.
+        self._last: tuple[Mapping[int, int], torch.Tensor] = ({}, torch.empty(0))
 
     def run(self, plan: StepPlan, sequences: Mapping[int, SequenceState]) -> StepLogits:
         """Logits by sequence: of the chunk's last token, or of every token where prompt logprobs are wanted."""
@@ -92,8 +93,9 @@ class Runner:
             begun.record()
         logits = self.lane.run(self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled)))
         choosing = [chunk.sequence_id for chunk in plan.chunks if chunk.wants_logits]
-        self._last = StepLogits(logits, rows_by_sequence, pooled, choosing, begun)
-        return self._last
+        step = StepLogits(logits, rows_by_sequence, pooled, choosing, begun)
+        self._last = (step.place_by_sequence, step.tokens_on_device)
+        return step
 
     def _pooling(
         self, plan: StepPlan, sequences: Mapping[int, SequenceState], pooled: dict[int, torch.Tensor]
@@ -122,6 +124,7 @@ class Runner:
         logit_rows: list[int],
         take_hidden: Callable[[torch.Tensor], None] | None,
     ) -> ForwardInputs:
+        place_by_sequence, last_tokens = self._last
         ids: list[int] = []
         positions: list[int] = []
         query_starts = [0]
@@ -130,17 +133,16 @@ class Runner:
         for chunk in plan.chunks:
             tokens = sequences[chunk.sequence_id].tokens[chunk.start : chunk.end]
             if len(tokens) < chunk.num_tokens:
-                assert self._last is not None, "a token is pending, and no step has chosen it"
                 pending_rows.append(len(ids) + len(tokens))
-                places.append(self._last.place_by_sequence[chunk.sequence_id])
+                places.append(place_by_sequence[chunk.sequence_id])
                 tokens = [*tokens, 0]
             ids += tokens
             positions += range(chunk.start, chunk.end)
             query_starts.append(len(ids))
         parts = self._tensors(ids, positions, logit_rows, pending_rows, places)
         ids_T, positions_T, logit_rows_L, pending_rows_P, places_P = parts
-        if pending_rows and self._last is not None:
-            ids_T[pending_rows_P] = self._last.tokens_on_device[places_P]
+        if pending_rows:
+            ids_T[pending_rows_P] = last_tokens[places_P]
         return ForwardInputs(
             ids_T=ids_T,
             positions_T=positions_T,

@@ -89,6 +89,8 @@ class FeatureCache:
         return self._by_key.get(key)
 
     def put(self, key: bytes, features: Features) -> None:
+        if (old := self._by_key.pop(key, None)) is not None:
+            self.num_bytes -= old.num_bytes
         self._by_key[key] = features
         self.num_bytes += features.num_bytes
         while self.num_bytes > self.max_bytes and self._by_key:
@@ -115,11 +117,18 @@ class Encoding:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """One call of the tower."""
-        batch = self._waiting.popleft()
-        for medium, features in zip(batch, _encode(self._tower, batch, self._settings), strict=True):
+        """One call of the tower, for what nobody else has encoded meanwhile."""
+        batch = [medium for medium in self._waiting[0] if not self._is_known(medium)]
+        for medium, features in zip(batch, _encode(self._tower, batch, self._settings) if batch else (), strict=True):
             self._known[medium.key] = replace(features, media=((medium.key, features.num_rows),))
             self._cache.put(medium.key, self._known[medium.key])
+        self._waiting.popleft()
+
+    def _is_known(self, medium: Medium) -> bool:
+        found = self._cache.get(medium.key)
+        if found is not None:
+            self._known[medium.key] = found
+        return found is not None
 
     def features(self) -> Features:
         """The rows of all media, in order; what is not encoded yet is encoded now."""

@@ -16,6 +16,7 @@ class Draft:
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     claimed: set[bytes] = field(default_factory=set)  # hashes of the blocks that the step computes
+    claimed_before: frozenset[bytes] = frozenset()  # of those that the step in flight computes
     num_streams: int = 0  # running sequences that have been read, whether or not they get a token
     num_decodes: int = 0
     num_prompt_tokens: int = 0
@@ -29,6 +30,9 @@ class Draft:
             token_contexts=self.token_contexts,
             decode_contexts=self.decode_contexts,
         )
+
+    def is_claimed(self, block_hash: bytes | None) -> bool:
+        return block_hash in self.claimed or block_hash in self.claimed_before
 
     def add(self, chunk: Chunk) -> None:
         self._count(chunk, 1)

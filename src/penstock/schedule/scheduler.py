@@ -188,9 +188,8 @@ class Scheduler:
         if self._flights and not self._may_plan_ahead():
             return None
         streams, reading = self._split_running()
-        draft = Draft(num_streams=len(streams))
-        if self._flights:
-            draft.claimed.update(self._flights[0].claimed)
+        before = self._flights[0].claimed if self._flights else frozenset()
+        draft = Draft(num_streams=len(streams), claimed_before=before)
         decodes = [s for s in streams if not s.is_paused]
         prompts = self._prompts_in_order(reading)
         policy = self.policy
@@ -347,8 +346,8 @@ class Scheduler:
                 if not self._admit(sequence, draft):
                     continue
             self.holdings.take_hits(sequence)
-            if draft.claimed and self.holdings.next_block(sequence) in draft.claimed:
-                continue  # a chunk of this step computes it: it will be a hit next time
+            if (draft.claimed or draft.claimed_before) and draft.is_claimed(self.holdings.next_block(sequence)):
+                continue  # a chunk of this step, or of the one in flight, computes it: it will be a hit
             num_tokens = self._prompt_budget(sequence, has_decodes, draft)
             if num_tokens < 1:
                 break

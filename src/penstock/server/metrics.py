@@ -196,7 +196,10 @@ class Metrics:
         if queue_time_s is not None:
             self._queue.observe(queue_time_s)
         if output is None:
-            self._cancelled.inc()
+            self.count_cancelled()
+
+    def count_cancelled(self) -> None:
+        self._cancelled.inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

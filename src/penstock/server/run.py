@@ -69,7 +69,9 @@ class Run:
                 request_id = await self._follower.submit(choice.prompt, deadline_s=timeout_s, **settings)
                 self._choice_by_id[request_id] = index
                 self._service.board.join(request_id)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self._service.metrics.count_cancelled()  # the one that was on its way when the client left
             self.close()
             raise
         self._num_prompt_tokens = choices[0].num_prompt_tokens
