@@ -65,6 +65,26 @@ def test_leaving_or_cancelling_ends_the_request_and_frees_its_blocks(load, way):
     assert run(scenario()) == (0, {})
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_cancellation_that_comes_together_with_an_event_is_not_forgotten(load, num_turns):
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16))
+        follower = engine.follower()
+        waiting = asyncio.create_task(follower.next(60))
+        await asyncio.sleep(0.01)
+        follower.put(Token(request_id=0, token_id=1, text="a"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        was_done = waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await engine.close()
+        return was_done, waiting.cancelled()
+
+    was_done, was_cancelled = run(scenario())
+    assert was_cancelled is not was_done
+
+
 def test_a_slow_reader_rests_and_does_not_stop_the_others(load):
     async def scenario():
         engine = AsyncEngine(inner := load(chunk_size=16, context=4000))

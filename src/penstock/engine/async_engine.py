@@ -43,7 +43,9 @@ class Follower:
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """What happens next; None if nothing does in that time. A failure is raised."""
         try:
-            event = await asyncio.wait_for(self._events.get(), timeout_s) if timeout_s else await self._events.get()
+            # Python 3.11's wait_for forgets a cancellation that comes together with an event.
+            async with asyncio.timeout(timeout_s):
+                event = await self._events.get()
         except TimeoutError:
             return None
         if isinstance(event, BaseException):

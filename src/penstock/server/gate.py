@@ -74,7 +74,8 @@ class Gate:
         async def bounded() -> Message:
             nonlocal num_received, is_whole
             try:
-                message = await (receive() if is_whole else asyncio.wait_for(receive(), self._body_timeout_s))
+                async with asyncio.timeout(None if is_whole else self._body_timeout_s):
+                    message = await receive()
             except TimeoutError:
                 raise BodyTooSlow(f"Nothing of the body came for {self._body_timeout_s:.0f} s.") from None
             num_received += len(message.get("body", b""))

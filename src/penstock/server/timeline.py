@@ -124,9 +124,11 @@ class Timeline:
                 yield line
             while True:
                 try:
-                    yield await asyncio.wait_for(queue.get(), 1.0)
+                    async with asyncio.timeout(1.0):
+                        line = await queue.get()
                 except TimeoutError:
-                    yield b""
+                    line = b""
+                yield line
         finally:
             self._watchers.discard(queue)
 
