@@ -126,6 +126,22 @@ def test_the_allowance_shrinks_as_the_context_grows():
     assert allowed[-1] < allowed[0] / 4
 
 
+@given(start=st.integers(0, 60_000), num_decodes=st.integers(0, 40), wanted=st.integers(1, 4000))
+def test_a_step_that_a_target_cuts_holds_a_multiple_of_tokens_and_no_more_than_fit(start, num_decodes, wanted):
+    budget = TokenBudget(ceiling=0, floor=16, target_s=0.05, cost=StepCost(TRUTH))
+    load = StepLoad()
+    for _ in range(num_decodes):
+        load = load.with_decode(2000)
+    most = budget.allowance(load, start, wanted)
+    budget.multiple = 64
+    allowed = budget.allowance(load, start, wanted)
+    assert most - 64 < allowed <= most
+    is_cut = most < wanted
+    assert allowed == most or (is_cut and (num_decodes + allowed) % 64 == 0)
+    if is_cut and allowed == most:
+        assert most - (num_decodes + most) % 64 in range(-64, 16) or (num_decodes + most) % 64 == 0
+
+
 def test_without_a_target_the_ceiling_is_the_allowance():
     assert TokenBudget(ceiling=512).allowance(StepLoad(), 0, 10_000) == 512
     assert TokenBudget(ceiling=0).allowance(StepLoad(), 0, 10_000) == 10_000

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -93,6 +93,65 @@ def stalls(
             )
     if json:
         print(TypeAdapter(list[StallResult]).dump_json(results, indent=2).decode())
+
+
+@bench.command()
+def gpu(
+    model: Annotated[str | None, typer.Argument(help="A model to measure; or give --random-weights.")] = None,
+    random_weights: Annotated[bool, typer.Option(help="The shape of Qwen3-8B with random weights, no file.")] = False,
+    parts: Annotated[str, typer.Option(help="p prompts, d decodes, m 65k beside 32 decodes, o full queue.")] = "pdmo",
+    target: Annotated[list[float] | None, typer.Option(help="m again under this latency target, in ms.")] = None,
+    chunk_size: Annotated[int, typer.Option(help="The most prompt tokens of a step.")] = 8192,
+    memory: Annotated[str | None, typer.Option(help="Budget, such as 100GiB; most of the card unless given.")] = None,
+    profile: Annotated[bool, typer.Option(help="Also show which kernels take the time.")] = False,
+) -> None:
+    """Measure a GPU over fixed work that other engines can be given too; the last line is RESULT and JSON."""
+    if (model is None) != random_weights:
+        raise InvalidSetting("Give a model or --random-weights, and not both.")
+    if wrong := set(parts) - set("pdmo"):
+        raise InvalidSetting(f"--parts has {''.join(sorted(wrong))!r}; the parts are p, d, m and o.")
+    _gpu(model, parts, target or [], chunk_size=chunk_size, memory=memory, with_profile=profile)
+
+
+def _gpu(
+    model: str | None, parts: str, targets: list[float], *, chunk_size: int, memory: str | None, with_profile: bool
+) -> None:
+    from json import dumps
+
+    import torch
+
+    from penstock.bench.gpu import GpuBench, Work
+    from penstock.engine.random_model import QWEN3_8B, random_engine
+    from penstock.engine.engine import Engine
+
+    def report(name: str, value: object) -> None:
+        print(f"{name}: {value}", flush=True)
+
+    began = time.perf_counter()
+    work = Work()
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "chunk_size": chunk_size,
+        "block_size": 64,
+        "context": max(work.prompt_lengths) + 8928,
+        "max_running": 256,
+        "prefix_cache": False,
+        "memory": memory,
+    }
+    engine = random_engine(QWEN3_8B, **settings) if model is None else Engine.load(model, **settings)
+    with engine:
+        report("engine up", f"{time.perf_counter() - began:.1f} s")
+        measured = GpuBench(engine, work, report)
+        first_token_s = measured.seconds([work.tokens(128, 0)], [1])
+        report("first token", f"{time.perf_counter() - began:.1f} s, of which {first_token_s:.1f} s after loading")
+        measured.warm_up()
+        report("warm", f"{time.perf_counter() - began:.1f} s")
+        found = measured.run(parts, targets)
+        if with_profile:
+            measured.profile()
+    facts = {"engine": "penstock", "batched": chunk_size, "device": torch.cuda.get_device_name()}
+    print("RESULT", dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}))
 
 
 def _chosen(flag: str, names: list[str] | None, known: tuple[str, ...]) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.engine.feed import TokenFeed
+from penstock.engine.held_memory import HeldMemory
 from penstock.engine.sampler import Sampler, token_logprob
 from penstock.engine.stopping import StopText
 from penstock.lanes.media import MediaPrompt
-from penstock.plan.machine import peak_resident_bytes, resident_bytes
 from penstock.prompt.tokens import Detokenizer
 from penstock.request import (
     Chunk,
@@ -38,6 +38,7 @@ class Active:
     sampler: Sampler
     detokenizer: Detokenizer
     stop: StopText
+    held: HeldMemory
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Active:
             elapsed_s=elapsed,
             tokens_per_s=speed,
             eta_s=(estimate - num_computed) / speed if speed > 0 else 0.0,
-            memory_bytes=resident_bytes(),
+            memory_bytes=self.held.num_bytes,
             predicted_peak_bytes=self.predicted_bytes,
         )
 
@@ -134,7 +135,7 @@ class Active:
             ttft_s=None if first is None else first - request.arrived_at,
             prefill_s=(first or now) - (self.started_at or now),
             decode_s=0.0 if first is None else now - first,
-            peak_bytes=peak_resident_bytes(),
+            peak_bytes=self.held.peak_bytes,
             predicted_peak_bytes=self.predicted_bytes,
             logprobs=None if sampling.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),

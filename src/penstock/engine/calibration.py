@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.schedule.budget import StepCost, StepLoad
@@ -15,6 +16,8 @@ CHUNK_SIZES = (256, 32, 128, 64)
 PROMPT_TOKENS = 1024
 # On a GPU, steps smaller than this all take the time of their launches, and teach nothing of larger ones.
 GPU_SCALE = 16
+# Sizes of steps for which a GPU's matrix library has kernels of their own, each loaded when it is first used.
+GPU_SIZES = (*range(64, 513, 64), 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
 NUM_DECODES = 4
 DECODE_STEPS = 6
 
@@ -39,13 +42,11 @@ def calibrate(engine: Engine) -> StepCost:
     try:
         for length in {min(64, num_tokens), num_tokens if scale > 1 else 1}:  # first uses compile and cache
             engine.generate(tokens(length), max_tokens=2, ignore_eos=True)
+        if scale > 1:
+            sizes = [size for size in GPU_SIZES if size <= ceiling or not ceiling]
+            _read(engine, tokens(min(sum(sizes), scheduler.capacity // 2)), sizes)
         observations.clear()
-        engine.submit(tokens(num_tokens), max_tokens=1)
-        for chunk_size in itertools.cycle(CHUNK_SIZES):
-            if not scheduler.has_work:
-                break
-            scheduler.budget.ceiling = scale * chunk_size
-            engine.step()
+        _read(engine, tokens(num_tokens), [scale * chunk_size for chunk_size in CHUNK_SIZES])
         scheduler.budget.ceiling = scale * max(CHUNK_SIZES)
         lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
         engine.generate_batch([tokens(length) for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
@@ -54,3 +55,13 @@ def calibrate(engine: Engine) -> StepCost:
         if scheduler.prefix is not None:
             scheduler.prefix.clear()
     return StepCost.fitted(observations)
+
+
+def _read(engine: Engine, tokens: list[int], chunk_sizes: Sequence[int]) -> None:
+    """One prompt in chunks of these sizes, over and over."""
+    engine.submit(tokens, max_tokens=1)
+    for chunk_size in itertools.cycle(chunk_sizes):
+        if not engine.scheduler.has_work:
+            return
+        engine.scheduler.budget.ceiling = chunk_size
+        engine.step()

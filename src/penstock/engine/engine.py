@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
 from penstock.engine.grammar import Grammars
+from penstock.engine.held_memory import HeldMemory, is_out_of_memory
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
@@ -27,7 +29,7 @@ from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, Penstoc
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.media import MediaPrompt
 from penstock.lanes.media_intake import PromptLimits
-from penstock.plan.machine import peak_resident_bytes
+from penstock.lanes.native import NativeTextLane
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.prompt.source import TextPart
 from penstock.request import (
@@ -50,6 +52,7 @@ from penstock.schedule.scheduler import Limits, Scheduler
 Event = PrefillProgress | Token | Failed | Finished
 # A text, token ids, chat messages, or a feed that is still being read.
 Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
+GPU_MULTIPLE = 64  # tokens of a step that a latency target cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,7 @@ class Engine:
                 ceiling=_ceiling(config),
                 floor=config.floor,
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
+                multiple=GPU_MULTIPLE if model.device.type == "cuda" else 1,
             ),
             pool=pool,
             prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
@@ -110,6 +114,8 @@ class Engine:
         )
         self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
+        self._held = HeldMemory(model.device, memory.runtime_bytes)
+        self._most_tokens = sys.maxsize  # of a step, since one did not fit
         # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
         runs_ahead = model.device.type == "cuda" and model.source is None and model.media is None
         self.most_in_flight = 2 if runs_ahead else 1
@@ -309,6 +315,7 @@ class Engine:
             sampler=Sampler(params, eos_ids=self.model.eos_ids, grammar=grammar),
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
+            held=self._held,
             media=media,
         )
         self._expect_media(request.id)
@@ -340,21 +347,37 @@ class Engine:
         """Plans a step and hands it to the device; False when nothing can run before another has landed."""
         self._encode_images()
         self._feed_prompts()
-        plan = self.scheduler.next_step()
-        if plan is None:
+        while (plan := self.scheduler.next_step()) is not None:
+            started_at = time.perf_counter()
+            try:
+                logits = self._begin(plan)
+            except BaseException as error:
+                self.scheduler.fail(plan.step)
+                if not is_out_of_memory(error) or not self._halve(plan):
+                    raise
+            else:
+                self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
+                return True
+            self._held.give_back()  # not before the error is gone, which holds what the step had made
+        return False
+
+    def _begin(self, plan: StepPlan) -> StepLogits:
+        if self.on_plan is not None:
+            self.on_plan(plan)
+        for request_id in plan.preempted:
+            self.model.lane.release(request_id)
+            self._expect_media(request_id)
+        return self._runner.run(plan, self.scheduler.sequences)
+
+    def _halve(self, plan: StepPlan) -> bool:
+        """Steps of at most half as many tokens from now on; False if less would not help, or cannot be had."""
+        has_prompt = any(chunk.is_prompt for chunk in plan.chunks)
+        if not has_prompt or plan.num_tokens < 2 or plan.num_tokens > self._most_tokens:
             return False
-        started_at = time.perf_counter()
-        try:
-            if self.on_plan is not None:
-                self.on_plan(plan)
-            for request_id in plan.preempted:
-                self.model.lane.release(request_id)
-                self._expect_media(request_id)
-            logits = self._runner.run(plan, self.scheduler.sequences)
-        except BaseException:
-            self.scheduler.fail(plan.step)
-            raise
-        self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
+        self._most_tokens = plan.num_tokens // 2
+        self.adjustments.append(
+            f"steps of at most {self._most_tokens} tokens: one of {plan.num_tokens} did not fit into the memory"
+        )
         return True
 
     def _land(self) -> None:
@@ -376,7 +399,7 @@ class Engine:
             token_by_sequence={request_id: choice.token for request_id, choice in chosen.items()},
             finished={request_id: choice.finish for request_id, choice in chosen.items() if choice.finish},
             elapsed_s=landed_at - started_at,
-            peak_bytes=peak_resident_bytes(),
+            peak_bytes=self._held.peak_bytes,
         )
         self.scheduler.apply(result)
         self._record(plan, result, started_at)
@@ -389,6 +412,12 @@ class Engine:
             self.on_step(plan, result)
         if not self.scheduler.has_work:
             self.scheduler.check()
+
+    def warm_up(self) -> None:
+        """Makes ahead of time what is otherwise made when it is first needed: recordings of a GPU's decodes."""
+        lane = self.model.lane
+        if isinstance(lane, NativeTextLane) and lane.graphs is not None:
+            lane.graphs.record_all()
 
     def set_priority(self, priority: PrefillPriority) -> None:
         """How steps are shared from now on."""
@@ -580,6 +609,7 @@ class Engine:
             capacity_tokens=self.model.num_blocks * self.config.block_size,
             state_slots=self._resident_states,
         )
+        allowed = min(allowed, self._most_tokens)
         if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
             raise InvalidSetting(
                 f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "

@@ -173,7 +173,14 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     return load_native(files, facts, config, device)
 
 
-def load_native(files: ModelFiles, facts: LaneFacts, config: EngineConfig, device: torch.device) -> LoadedModel:
+def load_native(
+    files: ModelFiles,
+    facts: LaneFacts,
+    config: EngineConfig,
+    device: torch.device,
+    weights: WeightSource | None = None,
+) -> LoadedModel:
+    """`weights` take the place of those in the files."""
     spec = decoder_spec(files.config)
     start = LoadStart.of(files, config, device)
     budget = start.budget_bytes
@@ -182,7 +189,7 @@ def load_native(files: ModelFiles, facts: LaneFacts, config: EngineConfig, devic
     num_tokens = min(require_room(memory, config, budget, device.type), max_context * config.max_running)
     lane = native_lane(
         spec,
-        open_weights(files),
+        weights or open_weights(files),
         memory,
         facts,
         config,

@@ -178,6 +178,7 @@ class TokenBudget:
     floor: int = 1
     target_s: float | None = None
     cost: StepCost | None = None
+    multiple: int = 1  # of tokens in a step that a target cuts: a GPU's kernels are chosen by the size
 
     @property
     def overdue(self) -> int:
@@ -212,4 +213,5 @@ class TokenBudget:
             middle = (low + high + 1) // 2
             fits = self.cost.predict(load.with_chunk(start, middle)) <= aim
             low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        even = low - (load.num_tokens + low) % self.multiple
+        return even if low < upper and even >= self.floor else low

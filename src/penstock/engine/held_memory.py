@@ -1,0 +1,43 @@
+"""How much is held of the memory that a budget is about, and how it runs out."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.engine.loading import return_freed_memory
+from penstock.plan.machine import peak_resident_bytes, resident_bytes
+
+# What torch and the libraries below it say when they are refused memory, as far as it has no type of its own.
+REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+
+
+class HeldMemory:
+    """Of this process where the CPU computes; of the card, counted from what its context takes, where a GPU does."""
+
+    def __init__(self, device: torch.device, runtime_bytes: int) -> None:
+        self._card = device if device.type == "cuda" else None
+        self._runtime_bytes = runtime_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        if self._card is None:
+            return resident_bytes()
+        return self._runtime_bytes + torch.cuda.memory_allocated(self._card)
+
+    @property
+    def peak_bytes(self) -> int:
+        if self._card is None:
+            return peak_resident_bytes()
+        return self._runtime_bytes + torch.cuda.max_memory_allocated(self._card)
+
+    def give_back(self) -> None:
+        """What was freed, so that it can be taken again in other sizes."""
+        return_freed_memory()
+        if self._card is not None:
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in REFUSALS)
