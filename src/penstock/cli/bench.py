@@ -121,8 +121,8 @@ def _gpu(
     import torch
 
     from penstock.bench.gpu import GpuBench, Work
-    from penstock.engine.random_model import QWEN3_8B, random_engine
     from penstock.engine.engine import Engine
+    from penstock.engine.random_model import QWEN3_8B, random_engine
 
     def report(name: str, value: object) -> None:
         print(f"{name}: {value}", flush=True)

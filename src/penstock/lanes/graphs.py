@@ -27,6 +27,7 @@ class DecodeGraphs:
     def __init__(self, decoder: Decoder, attention: DecodeAttention) -> None:
         self.decoder = decoder
         self.attention = attention
+        self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
         device = decoder.device
         self._ids = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
         self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
@@ -46,6 +47,9 @@ class DecodeGraphs:
         self.attention.begin_step(inputs)
         size = min(SIZES[bisect_left(SIZES, num_tokens)], self.attention.max_rows)
         key = (size, inputs.rotary_variants[0])
+        if not self.is_replaying:
+            self.attention.use_rows(size)
+            return self.decoder.forward(self._padded(*key), self.attention)[:num_tokens]
         if key not in self._recorded:
             self._recorded[key] = self._record(size, inputs.rotary_variants[0])
         graph, hidden_TM = self._recorded[key]
@@ -61,16 +65,7 @@ class DecodeGraphs:
 
     def _record(self, size: int, variant: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         self.attention.use_rows(size)
-        inputs = ForwardInputs(
-            ids_T=self._ids[:size],
-            positions_T=self._positions[:size],
-            query_starts=(),
-            context_lens=(),
-            block_table=(),
-            rotary_variants=(variant,),
-            sequence_ids=(),
-            logit_rows=self._ids[:0],
-        )
+        inputs = self._padded(size, variant)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles the kernels; it writes what the replay will write again
@@ -81,6 +76,18 @@ class DecodeGraphs:
             hidden_TM = self.decoder.forward(inputs, self.attention)
         self._pool = graph.pool()
         return graph, hidden_TM
+
+    def _padded(self, size: int, variant: str) -> ForwardInputs:
+        return ForwardInputs(
+            ids_T=self._ids[:size],
+            positions_T=self._positions[:size],
+            query_starts=(),
+            context_lens=(),
+            block_table=(),
+            rotary_variants=(variant,),
+            sequence_ids=(),
+            logit_rows=self._ids[:0],
+        )
 
 
 @contextmanager
