@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.plan.memory import MemoryModel, ModelShape, PrefillMemoryEstimate, peak_memory_estimate
     from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
     from penstock.schedule.prefill import Prefill, PrefillScheduler, StartDecode, YieldToDecode
+    from penstock.trace.document import Trace
 
 # Public names and the rooms they live in; imported when first used, so that `import penstock` stays light.
 _HOME = {
@@ -42,6 +43,7 @@ _HOME = {
     "SamplingParams": "request",
     "StartDecode": "schedule.prefill",
     "Token": "request",
+    "Trace": "trace.document",
     "Verdict": "lanes.verdicts",
     "YieldToDecode": "schedule.prefill",
     "attach": "lanes.attach",

@@ -61,3 +61,7 @@ class UnknownLane(PenstockError):
 
 class InvalidMedia(PenstockError):
     """An image cannot be read, is too large, or does not fit the placeholders of the prompt."""
+
+
+class InvalidTrace(PenstockError):
+    """A file is no trace, or one of a version that is not read."""

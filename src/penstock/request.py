@@ -251,6 +251,11 @@ class Chunk:
     def is_prompt(self) -> bool:
         return self.num_prompt_tokens is None or self.start < self.num_prompt_tokens
 
+    @property
+    def is_prefill(self) -> bool:
+        """Reads a prompt, or reads again what a preemption lost."""
+        return self.is_prompt or self.num_tokens > 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:

@@ -97,6 +97,22 @@ def test_run_prints_one_json_document_with_exactly_the_agreed_keys(tiny_folder, 
     assert set(report["peak_bytes"]) == {"measured", "predicted"}
 
 
+def test_a_run_leaves_a_trace_that_is_explained(tiny_folder, document, tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "perfetto.json"
+    flags = ["--chunk-size", 256, "--max-tokens", 4, "--trace", trace]
+    assert b"trace.json" in penstock("run", tiny_folder, "-f", document, *flags).stderr
+    shown = penstock("trace", trace, "--perfetto", picture).stdout.decode()
+    assert "prompts were read in chunks" in shown
+    assert "tokens of request 0 after 256" in shown
+    assert json.loads(picture.read_text())["traceEvents"]
+    summary = json.loads(penstock("trace", trace, "--slowest", 1, "--json").stdout)
+    assert (summary["read_tokens"], summary["written_tokens"], len(summary["slowest"])) == (900, 4, 1)
+    for wrong in (["trace", document], ["run", tiny_folder, "-p", "w5", "--trace", tmp_path]):
+        refused = penstock(*wrong)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(b"penstock: ")
+
+
 def test_a_prompt_read_whole_does_not_claim_chunks(tiny_folder, document):
     for arguments, environment in ((["--chunk-size", "0"], {}), ([], {"PENSTOCK_CHUNK_SIZE": "0"})):
         shown = penstock("run", tiny_folder, "-f", document, "--max-tokens", 1, "--json", *arguments, **environment)

@@ -6,6 +6,8 @@ import pytest
 from server_process import serving
 from tiny_chat_model import save_tiny_chat_model
 
+from penstock.trace.document import Trace
+
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
 playwright_api = pytest.importorskip("playwright.sync_api")
@@ -93,15 +95,19 @@ def test_a_saved_trace_opens_on_the_same_page(page, tmp_path):
     says(page, "#stats", "wrote 3")
     with page.expect_download() as download:
         page.click("#save")
-    path = tmp_path / "trace.jsonl"
+    path = tmp_path / "trace.json"
     download.value.save_as(path)
-    assert path.read_text().startswith('{"type":"trace","version":1')
+    assert Trace.read(path).requests[-1].written_tokens == 3
     page.set_input_files("#open", path)
     assert says(page, "#state", "saved trace")
     assert "prompt chunks" in described(page)
-    (tmp_path / "other.txt").write_text("hello")
-    page.set_input_files("#open", tmp_path / "other.txt")
+    assert page.evaluate("trace.requests.at(-1).written_tokens") == 3
+    (tmp_path / "other.json").write_text("hello")
+    page.set_input_files("#open", tmp_path / "other.json")
     assert says(page, "#state", "cannot be opened")
+    (tmp_path / "old.json").write_text('{"format": "penstock-trace", "version": 1}')
+    page.set_input_files("#open", tmp_path / "old.json")
+    assert says(page, "#state", "of version 1")
     page.click("#live")
     page.wait_for_selector("#state.live")
 

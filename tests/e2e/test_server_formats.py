@@ -7,8 +7,10 @@ import struct
 import httpx
 import openai
 import pytest
-from server_process import serving
+from server_process import events, serving
 from tiny_chat_model import save_tiny_chat_model
+
+from penstock.trace.document import Trace, TraceStep
 
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 PARAMETERS = {
@@ -233,16 +235,32 @@ def test_an_image_for_a_model_without_eyes_is_refused(server, model):
     assert "text only" in refused.json()["error"]["message"]
 
 
-def test_the_timeline_tells_every_chunk(server, client, model):
+def test_the_trace_of_the_last_minutes_tells_every_chunk(server, client, model):
     client.completions.create(model=model, prompt=[*range(400, 500)], max_tokens=3, extra_body={"ignore_eos": True})
-    saved = httpx.get(f"{server.url}/timeline", params={"follow": "false"}).text
-    head, *lines = [json.loads(line) for line in saved.splitlines()]
-    assert (head["type"], head["version"]) == ("trace", 1)
-    request_id = max(chunk["id"] for line in lines if line["type"] == "step" for chunk in line["chunks"])
-    chunks = [c for line in lines if line["type"] == "step" for c in line["chunks"] if c["id"] == request_id]
-    assert [(c["kind"], c["start"], c["end"]) for c in chunks] == [
+    trace = Trace.model_validate_json(httpx.get(f"{server.url}/trace").content)
+    request = trace.requests[-1]
+    chunks = [chunk for step in trace.steps for chunk in step.chunks if chunk.request_id == request.id]
+    assert [(chunk.kind, chunk.start, chunk.end) for chunk in chunks] == [
         *[("prefill", 0, 32), ("prefill", 32, 64), ("prefill", 64, 96), ("prefill", 96, 100)],
         *[("decode", 100, 101), ("decode", 101, 102)],
     ]
-    (end,) = [line for line in lines if line["type"] == "end" and line["id"] == request_id]
-    assert end["reason"] == "length"
+    assert (request.outcome, request.written_tokens, len(request.gaps_ms)) == ("length", 3, 2)
+    assert trace.lane.applied
+    recent = Trace.model_validate_json(httpx.get(f"{server.url}/trace", params={"seconds": 0.001}).content)
+    assert (recent.steps, recent.requests) == ((), ())
+    assert recent.num_dropped_steps == len(trace.steps)
+    assert httpx.get(f"{server.url}/trace", params={"seconds": -1}).status_code == 400
+
+
+def test_the_timeline_is_the_same_records_as_they_are_made(server, client, model):
+    with httpx.stream("GET", f"{server.url}/timeline", timeout=60) as watched:
+        records = (json.loads(line) for line in events(watched) if line.startswith("{"))
+        assert next(records)["format"] == "penstock-trace"
+        client.completions.create(model=model, prompt=[*range(300, 310)], max_tokens=2)
+        last_id = Trace.model_validate_json(httpx.get(f"{server.url}/trace").content).requests[-1].id
+        seen = []
+        while not any(record["type"] == "request" and record["id"] == last_id for record in seen):
+            seen.append(next(records))
+    whole = Trace.model_validate_json(httpx.get(f"{server.url}/trace").content)
+    steps = [TraceStep.model_validate(record) for record in seen if record["type"] == "step"]
+    assert steps == [step for step in whole.steps if step.step <= steps[-1].step]

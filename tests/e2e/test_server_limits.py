@@ -11,6 +11,8 @@ import pytest
 from server_process import ServerProcess, events, serving
 from tiny_models import prompt, save_tiny_model
 
+from penstock.trace.document import Trace
+
 KEY = "a-key-for-tests"
 
 
@@ -131,7 +133,7 @@ def test_keys_are_asked_for_everywhere_but_at_the_door(folder):
         folder, "--api-key", KEY, "--api-key", "another", "--max-prompt-tokens", "50", "--max-body-mib", "1"
     ) as server:
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/timeline"):
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/timeline", "/trace"):
             refused = httpx.get(f"{server.url}{path}")
             assert refused.status_code == 401
             assert refused.json()["error"]["type"] == "authentication_error"
@@ -181,9 +183,11 @@ def test_a_request_that_takes_too_long_is_ended(folder):
 
 
 @pytest.mark.parametrize("has_time", [True, False])
-def test_ending_the_server_ends_every_stream_properly(folder, has_time):
+def test_ending_the_server_ends_every_stream_properly(folder, has_time, tmp_path):
     """With time each of 20 streams finishes; without, each ends with an error event. The process exits with 0."""
-    with serving(folder, "--drain-timeout-s", "30" if has_time else "0.1", "--dtype", "float32") as server:
+    path = tmp_path / "trace.json"
+    flags = ["--drain-timeout-s", "30" if has_time else "0.1", "--dtype", "float32", "--trace", str(path)]
+    with serving(folder, *flags) as server:
         ends: list[list[str]] = []
         begun = threading.Barrier(21)
 
@@ -208,6 +212,9 @@ def test_ending_the_server_ends_every_stream_properly(folder, has_time):
         assert all(json.loads(last)["choices"][0]["finish_reason"] == "length" for last, _ in ends)
     else:
         assert any("shutting down" in json.loads(last).get("error", {}).get("message", "") for last, _ in ends)
+    outcomes = [request.outcome for request in Trace.read(path).requests]
+    assert len(outcomes) == 20
+    assert set(outcomes) == {"length"} if has_time else "cancelled" in outcomes
 
 
 def test_a_server_without_its_model_says_so_and_exits(tmp_path):

@@ -40,6 +40,9 @@ Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refus
 Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", help="Write every step and request to this file; `penstock trace` reads it.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -86,6 +89,7 @@ def run(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    trace: TraceFile = None,
     json: Json = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -106,10 +110,11 @@ def run(
         raise InvalidSetting("--logprobs are shown in the JSON document only. Add --json.")
     _require_images(images or [])
     parts = _text_parts(files or [], prompt)
+    trace = _require_trace(trace)
     from penstock.cli.reading import run_once
 
-    code = run_once(model, config, parts, images=images or [], system=system, sampling=sampling, as_json=json)
-    raise typer.Exit(code)
+    asked = {"images": images or [], "system": system, "sampling": sampling}
+    raise typer.Exit(run_once(model, config, parts, **asked, as_json=json, trace=trace))
 
 
 @app.command()
@@ -132,6 +137,7 @@ def chat(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    trace: TraceFile = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -148,13 +154,17 @@ def chat(
     _require_images(images or [])
     parts = _text_parts(files, None) if files else []
     if url is not None:
+        if trace is not None:
+            raise InvalidSetting("--trace is for a model in this process; a server has its own at /trace.")
         from penstock.cli.remote import run_remote_chat
 
         document = "\n\n".join("".join(part.pieces()) for part in parts)
         raise typer.Exit(run_remote_chat(url, api_key, system=system, document=document, sampling=sampling))
+    trace = _require_trace(trace)
     from penstock.cli.reading import run_chat
 
-    raise typer.Exit(run_chat(model, config, parts, images=images or [], system=system, sampling=sampling))
+    asked = {"images": images or [], "system": system, "sampling": sampling}
+    raise typer.Exit(run_chat(model, config, parts, **asked, trace=trace))
 
 
 @app.command()
@@ -194,6 +204,7 @@ def serve(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    trace: TraceFile = None,
 ) -> None:
     """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
     config = _config(context_of_call)
@@ -204,6 +215,7 @@ def serve(
         raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
 
     settings = ServerSettings(
+        trace=_require_trace(trace),
         model=model,
         host=host,
         port=port,
@@ -259,6 +271,29 @@ def doctor(
     from penstock.engine.doctor import examine
 
     show_examination(examine(model, _config(context_of_call), rerun=rerun), as_json=json)
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="What --trace or a server's /trace wrote.", metavar="FILE")],
+    slowest: Annotated[int, typer.Option(min=0, help="How many of the slowest steps to explain.")] = 5,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write it in the trace event format, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say where the time of a trace went: requests, gaps, memory, and the slowest steps with their reasons."""
+    from penstock.cli.trace import show_trace
+
+    show_trace(file, num_slowest=slowest, perfetto=perfetto, as_json=json)
+
+
+def _require_trace(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    from penstock.trace.document import require_writable
+
+    return require_writable(path)
 
 
 def _config(call: typer.Context) -> EngineConfig:

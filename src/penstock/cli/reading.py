@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,9 +32,10 @@ def run_once(
     system: str | None,
     sampling: dict[str, Any],
     as_json: bool,
+    trace: Path | None = None,
 ) -> int:
     console = Console(stderr=True, highlight=False)
-    with _loaded(model, config, console) as engine:
+    with _loaded(model, config, console, trace) as engine:
         prompt = _image_messages(parts, images, system) if images else engine.chat_feed(parts, system=system)
         request_id = engine.submit(prompt, **sampling)
         spans = engine.scheduler.sequences[request_id].request.atomic_spans
@@ -58,13 +60,14 @@ def run_chat(
     images: Sequence[str] = (),
     system: str | None,
     sampling: dict[str, Any],
+    trace: Path | None = None,
 ) -> int:
     """Files and images belong to the first message."""
     console = Console(stderr=True, highlight=False)
     document = "\n\n".join("".join(part.pieces()) for part in parts)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     shown: list[dict[str, Any]] = [{"type": "image", "image": open_image(image, name="image")} for image in images]
-    with _loaded(model, config, console) as engine:
+    with _loaded(model, config, console, trace) as engine:
         if engine.model.media is None:
             refuse_media((), images, engine.lane.id)
         console.print(f"{model} on {engine.lane.id}. An empty line or Ctrl-D ends the chat.", style="dim")
@@ -99,13 +102,15 @@ def _image_messages(parts: Sequence[TextPart], images: Sequence[str], system: st
 
 
 @contextmanager
-def _loaded(model: str, config: EngineConfig, console: Console) -> Generator[Engine]:
+def _loaded(model: str, config: EngineConfig, console: Console, trace: Path | None) -> Generator[Engine]:
     with console.status(f"loading {model}"):
-        engine = Engine(load_model(model, config), config)
+        engine = Engine(load_model(model, config), config, trace=trace)
     try:
         yield engine
     finally:
         engine.close()
+    if trace is not None:
+        console.print(f"The trace is in {trace}; `penstock trace {trace}` explains it.", style="dim")
 
 
 def _follow(engine: Engine, request_id: int, console: Console, *, shows_text: bool) -> Output:

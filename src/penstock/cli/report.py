@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from penstock.trace.document import Lane
+
 if TYPE_CHECKING:
     from penstock.engine.planning import ModelPlan
     from penstock.lanes.lane import LaneFacts
@@ -15,26 +17,6 @@ if TYPE_CHECKING:
 
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Lane(_Document):
-    id: str
-    eligible: bool
-    applied: bool
-    reason: str
-    boundary: str
-    mask_mode: str
-
-    @classmethod
-    def of(cls, facts: LaneFacts) -> Lane:
-        return cls(
-            id=facts.id,
-            eligible=facts.eligible,
-            applied=facts.applied,
-            reason=facts.reason,
-            boundary=facts.boundary,
-            mask_mode=facts.mask_mode,
-        )
 
 
 class RunPlan(_Document):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.cache.blocks import BlockPool
@@ -22,6 +23,7 @@ from penstock.engine.held_memory import HeldMemory, is_out_of_memory
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
+from penstock.engine.recording import taken, trace_head
 from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
@@ -48,6 +50,8 @@ from penstock.request import (
 )
 from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.trace.document import Trace, require_writable
+from penstock.trace.recorder import Recorder, Recording
 
 Event = PrefillProgress | Token | Failed | Finished
 # A text, token ids, chat messages, or a feed that is still being read.
@@ -65,7 +69,8 @@ class _Flight:
 
 
 class Engine:
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, *, trace: Path | None = None) -> None:
+        """`trace`: a file that is written when the engine is closed."""
         if model.source is not None:
             # States of a source depend on all of it: no part is shared or computed twice.
             config = dataclasses.replace(config, overlap=0, prefix_cache=False)
@@ -127,14 +132,38 @@ class Engine:
         self._is_closed = False
         self.on_plan: Callable[[StepPlan], None] | None = None
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
+        self.recorder: Recorder | None = None  # None: nothing is kept of a step
+        self._trace_path = trace
         if config.latency_target_ms is not None:
             self.scheduler.budget.cost = calibrate(self)
+        if trace is not None:
+            self.record()
 
     @classmethod
-    def load(cls, model: str = DEFAULT_MODEL, **settings: Any) -> Engine:
-        """`settings` are the fields of EngineConfig; sizes may be strings such as "2GiB"."""
+    def load(cls, model: str = DEFAULT_MODEL, *, trace: str | Path | None = None, **settings: Any) -> Engine:
+        """`settings` are the fields of EngineConfig; sizes may be strings such as "2GiB".
+
+        `trace`: a file that is written when the engine is closed, with every step and every request.
+        """
         config = load_config(settings)
-        return cls(load_model(model, config), config)
+        path = None if trace is None else require_writable(Path(trace))
+        return cls(load_model(model, config), config, trace=path)
+
+    def record(self) -> Recorder:
+        """From now on steps and requests are kept for `trace`."""
+        if self.recorder is None:
+            self.recorder = Recorder(trace_head(self))
+        return self.recorder
+
+    def trace(self, *, last_s: float | None = None) -> Trace:
+        """What was recorded, of the last seconds or all of it, as a document."""
+        return self.recording(last_s=last_s).document()
+
+    def recording(self, *, last_s: float | None = None) -> Recording:
+        """The same before it is made into a document, which another thread may do."""
+        if self.recorder is None:
+            raise InvalidSetting("Nothing was recorded. Load the engine with trace=FILE, or call record() first.")
+        return taken(self, self.recorder, last_s=last_s)
 
     def close(self) -> None:
         """Ends what runs and gives the memory back. The engine cannot be used afterwards."""
@@ -146,8 +175,12 @@ class Engine:
             self._land()
         self._is_closed = True
         self.scheduler.check()
-        del self.model, self._runner, self.prompts
-        return_freed_memory()
+        try:
+            if self._trace_path is not None:
+                self.trace().write(self._trace_path)
+        finally:
+            del self.model, self._runner, self.prompts
+            return_freed_memory()
 
     def __enter__(self) -> Engine:
         return self
@@ -319,6 +352,8 @@ class Engine:
             media=media,
         )
         self._expect_media(request.id)
+        if self.recorder is not None:
+            self.recorder.take_arrival(request, () if feed is None else feed.adjustments)
         return request.id
 
     def abort(self, request_id: int) -> None:
@@ -403,6 +438,10 @@ class Engine:
         )
         self.scheduler.apply(result)
         self._record(plan, result, started_at)
+        if self.recorder is not None:
+            pool = self.scheduler.pool
+            kv_share = pool.num_held / pool.num_blocks
+            self.recorder.take_step(plan, result, started_at=started_at, kv_share=kv_share)
         for request_id, choice in chosen.items():
             self._emit(choice.event)
             if choice.finish:
@@ -584,6 +623,8 @@ class Engine:
 
     def _emit(self, event: Event) -> None:
         self._new_events.append(event)
+        if self.recorder is not None:
+            self.recorder.take_event(event)
         if event.request_id in self._mailboxes:
             self._mailboxes[event.request_id].append(event)
 

@@ -57,8 +57,8 @@ class Stalls:
 
     def take_step(self, plan: StepPlan, result: StepResult) -> tuple[float, float]:
         """(seconds suffered, seconds caused) in this step, summed over requests."""
-        prompts = [chunk for chunk in plan.chunks if is_prefill(chunk)]
-        decoded = {chunk.sequence_id for chunk in plan.chunks if not is_prefill(chunk)}
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prefill]
+        decoded = {chunk.sequence_id for chunk in plan.chunks if not chunk.is_prefill}
         total = 0.0
         if prompts and self.suffered_s:
             total = self._share_out(prompts, decoded, result.elapsed_s)
@@ -86,10 +86,6 @@ class Stalls:
             known = self.caused_s.get(chunk.sequence_id, 0.0)
             self.caused_s[chunk.sequence_id] = known + total * chunk.num_tokens / num_tokens
         return total
-
-
-def is_prefill(chunk: Chunk) -> bool:
-    return chunk.is_prompt or chunk.num_tokens > 1
 
 
 class Metrics:
@@ -166,7 +162,7 @@ class Metrics:
             self._step_predicted.observe(plan.predicted_s)
         self._step_tokens.observe(plan.num_tokens)
         for chunk in plan.chunks:
-            if is_prefill(chunk):
+            if chunk.is_prefill:
                 self._chunk_tokens.observe(chunk.num_tokens)
         self._preemptions.inc(len(plan.preempted))
         self._memory_predicted.set(plan.predicted_bytes)

@@ -141,7 +141,6 @@ class Run:
         for request_id, choice in self._choice_by_id.items():
             output = self.outputs.get(choice)
             service.metrics.end_request(request_id, output, service.board.leave(request_id))
-            service.timeline.end(request_id, output.finish_reason if output else "cancelled")
 
     def _note(self, choice: int, event: Event) -> None:
         now = time.perf_counter()

@@ -11,7 +11,6 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.errors import EngineClosed, PromptTooLong
-from penstock.request import StepPlan, StepResult
 from penstock.server.board import Board
 from penstock.server.metrics import Metrics
 from penstock.server.problems import StillLoading, UnknownModel
@@ -28,16 +27,19 @@ class Service:
         self.started_at = int(time.time())
         self.board = Board()
         self.metrics = Metrics()
-        self.timeline = Timeline()
         self.is_draining = False
         self._engine: AsyncEngine | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(self.engine)
 
     async def load(self) -> None:
         started_at = time.perf_counter()
         engine = await asyncio.to_thread(self._loaded)
         engine.on_plan = self.board.take_plan
-        engine.on_step = self._watch
-        self.timeline.begin(self.settings.model, engine, asyncio.get_running_loop())
+        engine.on_step = self.metrics.take_step
+        engine.record()
         self.metrics.describe(self.settings.model, engine, self.board)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
@@ -80,9 +82,4 @@ class Service:
         await closing
 
     def _loaded(self) -> Engine:
-        return Engine(load_model(self.settings.model, self.config), self.config)
-
-    def _watch(self, plan: StepPlan, result: StepResult) -> None:
-        """Called by the step thread after every step."""
-        self.metrics.take_step(plan, result)
-        self.timeline.take_step(plan, result)
+        return Engine(load_model(self.settings.model, self.config), self.config, trace=self.settings.trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.errors import InvalidSetting
 
@@ -23,6 +24,7 @@ class ServerSettings:
     request_timeout_s: float | None = None  # None: a request may take as long as it needs
     drain_timeout_s: float = 30.0
     body_timeout_s: float = 60.0  # the longest pause while a body is sent
+    trace: Path | None = None  # written when the server ends
     keep_alive_s: float = 10.0  # a comment is sent when nothing else was for so long
 
     def __post_init__(self) -> None:

@@ -1,126 +1,64 @@
-"""The timeline: what each step did, kept for a while and sent to whoever watches."""
+"""The timeline: what each step did, as it happens or as a trace of the last minutes."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
-from collections.abc import AsyncIterator
-from typing import Literal
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
+from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
-from penstock.plan.machine import resident_bytes
-from penstock.request import Chunk, StepPlan, StepResult
 from penstock.server import sse
-from penstock.server.metrics import is_prefill
+from penstock.trace.document import Trace
+from penstock.trace.recorder import Record, Recording
 
-VERSION = 1
-MOST_KEPT = 4096
 MOST_UNSENT = 1024  # of a watcher that does not read; it misses what comes after
+WATCHED_S = 300.0  # of the past, that a watcher is shown first
 
 router = APIRouter()
 
 
-class TraceHead(BaseModel):
-    """The first line: what was run, under which limits."""
-
-    type: Literal["trace"] = "trace"
-    version: int = VERSION
-    model: str
-    lane: str
-    memory_budget_bytes: int
-    latency_target_ms: float | None
-    num_blocks: int
-
-
-class TraceChunk(BaseModel):
-    id: int
-    kind: Literal["prefill", "decode"]
-    start: int
-    end: int
-    total: int | None  # None while the prompt's length is unknown
-    cached: int
-
-
-class TraceStep(BaseModel):
-    type: Literal["step"] = "step"
-    step: int
-    at: float  # seconds since the server began, at the step's end
-    ms: float
-    predicted_ms: float
-    budget: int
-    waiting: int
-    memory_bytes: int
-    predicted_bytes: int
-    kv_share: float
-    chunks: list[TraceChunk]
-    preempted: list[int]
-
-
-class TraceEnd(BaseModel):
-    type: Literal["end"] = "end"
-    id: int
-    at: float
-    reason: str
-
-
 class Timeline:
-    def __init__(self) -> None:
-        self._lines: deque[bytes] = deque(maxlen=MOST_KEPT)
-        self._watchers: set[asyncio.Queue[bytes]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine: Engine | None = None
-        self._head = b""
-        self._began_at = time.perf_counter()
+    """What the engine records, for those who watch."""
 
-    def begin(self, model: str, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._engine = loop, engine
-        self._head = _line(
-            TraceHead(
-                model=model,
-                lane=engine.lane.id,
-                memory_budget_bytes=engine.model.budget_bytes,
-                latency_target_ms=engine.config.latency_target_ms,
-                num_blocks=engine.scheduler.pool.num_blocks,
-            )
-        )
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
 
-    def take_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Called by the step thread."""
-        assert self._engine is not None
-        pool = self._engine.scheduler.pool
-        step = TraceStep(
-            step=plan.step,
-            at=round(self._now(), 4),
-            ms=round(result.elapsed_s * 1e3, 3),
-            predicted_ms=round(plan.predicted_s * 1e3, 3),
-            budget=plan.token_budget,
-            waiting=plan.waiting,
-            memory_bytes=resident_bytes(),
-            predicted_bytes=plan.predicted_bytes,
-            kv_share=round(pool.num_held / pool.num_blocks, 4),
-            chunks=[_chunk(chunk) for chunk in plan.chunks],
-            preempted=list(plan.preempted),
-        )
-        self._add(_line(step))
+    async def trace(self, last_s: float | None) -> bytes:
+        """Taken between two steps; made into a document beside them."""
+        recording = await self._engine.call(lambda engine: engine.recording(last_s=last_s))
+        return await asyncio.to_thread(lambda: recording.document().model_dump_json().encode())
 
-    def end(self, request_id: int, reason: str) -> None:
-        self._add(_line(TraceEnd(id=request_id, at=round(self._now(), 4), reason=reason)))
-
-    def saved(self) -> bytes:
-        """What is kept, as a trace file: JSON lines."""
-        return b"".join([self._head, *self._lines])
-
-    async def watch(self) -> AsyncIterator[bytes]:
-        """The head, what is kept, and from then on every line; empty when nothing came for a while."""
+    async def watch(self) -> AsyncGenerator[bytes]:
+        """The head, what is kept, and from then on every record; empty when nothing came for a while."""
+        loop = asyncio.get_running_loop()
         queue: asyncio.Queue[bytes] = asyncio.Queue(MOST_UNSENT)
-        kept = [self._head, *self._lines]
-        self._watchers.add(queue)
+
+        def send(line: bytes) -> None:
+            if not queue.full():
+                queue.put_nowait(line)
+
+        def listen(record: Record) -> None:
+            """Called by the step thread."""
+            loop.call_soon_threadsafe(send, _line(record))
+
+        def begin(engine: Engine) -> Recording:
+            engine.record().listeners.append(listen)
+            return engine.recording(last_s=WATCHED_S)
+
+        def end() -> None:
+            listeners = self._engine.engine.record().listeners
+            if listen in listeners:
+                listeners.remove(listen)
+
         try:
-            for line in kept:
+            recording = await self._engine.call(begin)
+            yield _line(recording.head)
+            for line in await asyncio.to_thread(lambda: [_line(record) for record in recording.records()]):
                 yield line
             while True:
                 try:
@@ -130,51 +68,33 @@ class Timeline:
                     line = b""
                 yield line
         finally:
-            self._watchers.discard(queue)
-
-    def _add(self, line: bytes) -> None:
-        self._lines.append(line)
-        if self._watchers and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._send, line)
-
-    def _send(self, line: bytes) -> None:
-        for queue in self._watchers:
-            if not queue.full():
-                queue.put_nowait(line)
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._began_at
+            self._engine.post(end)
 
 
-def _line(entry: BaseModel) -> bytes:
-    return entry.model_dump_json().encode() + b"\n"
+def _line(record: BaseModel) -> bytes:
+    return record.model_dump_json().encode() + b"\n"
 
 
-def _chunk(chunk: Chunk) -> TraceChunk:
-    return TraceChunk(
-        id=chunk.sequence_id,
-        kind="prefill" if is_prefill(chunk) else "decode",
-        start=chunk.start,
-        end=chunk.end,
-        total=chunk.num_prompt_tokens,
-        cached=chunk.num_cached,
-    )
+@router.get("/trace", response_model=Trace)
+async def trace(request: Request, seconds: Annotated[float | None, Query(gt=0)] = None) -> Response:
+    """The last minutes as a trace: as much as is kept, or the last `seconds` of it."""
+    content = await request.app.state.service.timeline.trace(seconds)
+    headers = {"Content-Disposition": 'attachment; filename="penstock-trace.json"'}
+    return Response(content, media_type="application/json", headers=headers)
 
 
 @router.get("/timeline", include_in_schema=False)
-async def timeline(request: Request, follow: bool = True) -> Response:
-    """Steps as they happen, as server-sent events; with follow=false what is kept, as a trace file."""
+async def timeline(request: Request) -> Response:
+    """The records of a trace as they are made, as server-sent events."""
     service = request.app.state.service
-    service.engine  # noqa: B018 - 503 while there is none
-    if not follow:
-        headers = {"Content-Disposition": 'attachment; filename="penstock-trace.jsonl"'}
-        return Response(service.timeline.saved(), media_type="application/x-ndjson", headers=headers)
+    watched = service.timeline.watch()
 
     async def events() -> AsyncIterator[bytes]:
-        async for line in service.timeline.watch():
-            if service.is_draining:
-                return
-            yield b"data: " + line + b"\n" if line else sse.NOTHING
+        async with aclosing(watched):
+            async for line in watched:
+                if service.is_draining:
+                    return
+                yield b"data: " + line + b"\n" if line else sse.NOTHING
 
     request_id, keep_alive_s = request.scope["state"]["request_id"], service.settings.keep_alive_s
     return sse.EventStream(events(), request_id=request_id, keep_alive_s=keep_alive_s, close=lambda: None)

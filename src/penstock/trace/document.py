@@ -1,0 +1,228 @@
+"""The trace: one versioned JSON document of what ran where, every step and every request. No torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.errors import InvalidSetting, InvalidTrace
+
+if TYPE_CHECKING:
+    from penstock.lanes.lane import LaneFacts
+
+FORMAT = "penstock-trace"
+VERSION = 2  # 1 was JSON lines without environment, plan and requests
+
+Outcome = Literal["stop", "length", "cancelled", "deadline", "failed"]
+Count = Annotated[int, Ge(0)]
+Milliseconds = Annotated[float, Ge(0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Lane(_Part):
+    id: str
+    eligible: bool
+    applied: bool
+    reason: str
+    boundary: str
+    mask_mode: str
+
+    @classmethod
+    def of(cls, facts: LaneFacts) -> Lane:
+        return cls(**{name: getattr(facts, name) for name in cls.model_fields})
+
+
+class Environment(_Part):
+    """Where it ran."""
+
+    penstock: str
+    commit: str | None  # of the source; None: installed from a package
+    python: str
+    torch: str | None  # None: not installed
+    transformers: str | None
+    system: str
+    processor: str
+    device: str
+    num_threads: Count
+
+
+class TraceModel(_Part):
+    name: str
+    dtype: str
+    num_parameters: Count
+    weight_bytes: Count
+    max_context: Count
+
+
+class Limits(_Part):
+    """What the steps had to keep to."""
+
+    memory_budget_bytes: Count
+    chunk_size: Count | None  # None: the memory model picks it; 0: prompts are read whole
+    overlap: Count
+    priority: str
+    latency_target_ms: float | None
+    num_blocks: Count
+    block_size: Count
+    max_running: Count
+
+
+class TracePlan(_Part):
+    """Of the longest prompt in the trace."""
+
+    prompt_tokens: Count
+    chunk_size: Count
+    num_chunks: Count
+    peak_bytes: Count
+    fits: bool
+
+
+class TraceChunk(_Part):
+    """Tokens [start, end) of one request in one step."""
+
+    request_id: Count
+    kind: Literal["prefill", "decode"]
+    start: Count
+    end: Count
+    prompt_tokens: Count | None  # None while the prompt's length is unknown
+    cached_tokens: Count
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class TraceStep(_Part):
+    type: Literal["step"] = "step"
+    step: Count
+    started_s: float  # since the trace began
+    elapsed_ms: Milliseconds
+    predicted_ms: Milliseconds | None  # None: nothing predicts times, because there is no latency target
+    memory_bytes: Count  # resident after the step
+    peak_bytes: Count  # the most so far
+    predicted_bytes: Count
+    token_budget: Count
+    num_waiting: Count
+    kv_share: Annotated[float, Ge(0), Le(1)]  # of the blocks, held
+    reason: str
+    admitted: tuple[Count, ...]
+    preempted: tuple[Count, ...]
+    chunks: tuple[TraceChunk, ...]
+
+    @property
+    def ended_s(self) -> float:
+        return self.started_s + self.elapsed_ms / 1e3
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class ChunkTime(_Part):
+    step: Count
+    start: Count
+    end: Count
+    ms: Milliseconds  # of the whole step
+
+
+class TraceRequest(_Part):
+    type: Literal["request"] = "request"
+    id: Count
+    arrived_s: float  # since the trace began
+    queue_ms: Milliseconds | None  # None: it never ran
+    ttft_ms: Milliseconds | None  # None: it has no token
+    ended_s: float | None  # None: it still ran when the trace was taken
+    outcome: Outcome | None  # None: the same
+    error: str | None  # why it failed; None: it did not
+    prompt_tokens: Count | None  # None: its length was never known
+    cached_tokens: Count  # of the prompt, from the prefix cache
+    written_tokens: Count
+    num_preemptions: Count
+    chunks: tuple[ChunkTime, ...]  # of the prompt
+    gaps_ms: tuple[Milliseconds, ...]  # between one token and the next
+    adjustments: tuple[str, ...]
+
+
+class Trace(_Part):
+    """A document; without steps and requests it is also the first record of a live timeline."""
+
+    type: Literal["trace"] = "trace"
+    format: Literal["penstock-trace"] = FORMAT
+    version: Literal[2] = VERSION
+    began_at: str  # wall clock, ISO 8601
+    environment: Environment
+    model: TraceModel
+    lane: Lane
+    limits: Limits
+    plan: TracePlan | None = None  # None: no prompt was read
+    adjustments: tuple[str, ...] = ()
+    num_dropped_steps: Count = 0  # older than those kept
+    steps: tuple[TraceStep, ...] = ()
+    requests: tuple[TraceRequest, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InvalidTrace(f"{path} cannot be read: {error.strerror}. Check the path.") from error
+        _require_version(path, text)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "its top"
+            raise InvalidTrace(f"{path} is no valid trace: {where}: {first['msg']}. Write it again.") from error
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all."""
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trace-") as folder:
+                part = Path(folder) / path.name
+                part.write_bytes(self.model_dump_json().encode() + b"\n")
+                os.replace(part, path)
+        except OSError as error:
+            raise InvalidTrace(f"The trace {path} cannot be written: {error.strerror}. Name another file.") from error
+
+
+class _Stamp(BaseModel):
+    type: str | None = None
+    format: str | None = None
+    version: int | None = None
+
+
+def _require_version(path: Path, text: bytes) -> None:
+    try:
+        stamp = _Stamp.model_validate_json(text)
+    except ValidationError:
+        stamp = _first_line(text)
+    if stamp.version is None or (stamp.format != FORMAT and stamp.type != "trace"):
+        raise InvalidTrace(f"{path} is no trace of Penstock. Give a file that --trace or the server's /trace wrote.")
+    if stamp.version != VERSION:
+        raise InvalidTrace(
+            f"{path} is a trace of version {stamp.version}; this Penstock reads version {VERSION}. "
+            "Open it with the Penstock that wrote it, or record it again."
+        )
+
+
+def _first_line(text: bytes) -> _Stamp:
+    """Version 1 was lines."""
+    try:
+        return _Stamp.model_validate_json(text.partition(b"\n")[0])
+    except ValidationError:
+        return _Stamp()
+
+
+def require_writable(path: Path) -> Path:
+    """Refused before a model is loaded, not after it has run."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidSetting(f"--trace is {str(path)!r}; it must be a file in a folder that can be written.")
+    return path

@@ -1,0 +1,230 @@
+"""The recorder: steps as they were planned and as they went, and what they meant to each request."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.plan.machine import resident_bytes
+from penstock.request import Chunk, Failed, Finished, FinishReason, Request, StepPlan, StepResult
+from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
+
+MOST_CHUNKS = 100_000  # of the steps that are kept: some 20 MB
+MOST_REQUESTS = 10_000
+OUTCOMES: dict[FinishReason, Outcome] = {"abort": "cancelled", "stop": "stop", "length": "length"}
+OUTCOMES["deadline"] = "deadline"
+
+Record = TraceStep | TraceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A step that ran; a record is made of it when somebody wants to see it."""
+
+    plan: StepPlan
+    result: StepResult
+    started_s: float
+    memory_bytes: int
+    kv_share: float
+
+    def record(self) -> TraceStep:
+        plan, result = self.plan, self.result
+        return TraceStep(
+            step=plan.step,
+            started_s=round(self.started_s, 6),
+            elapsed_ms=round(result.elapsed_s * 1e3, 3),
+            predicted_ms=round(max(0.0, plan.predicted_s) * 1e3, 3) if plan.predicted_s else None,
+            memory_bytes=self.memory_bytes,
+            peak_bytes=result.peak_bytes,
+            predicted_bytes=plan.predicted_bytes,
+            token_budget=plan.token_budget,
+            num_waiting=plan.waiting,
+            kv_share=round(self.kv_share, 4),
+            reason=plan.reason,
+            admitted=plan.admitted,
+            preempted=plan.preempted,
+            chunks=tuple(_chunk(chunk) for chunk in plan.chunks),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """A request on its way."""
+
+    id: int
+    arrived_s: float
+    prompt_tokens: int | None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    cached_tokens: int = 0
+    written_tokens: int = 0
+    num_preemptions: int = 0
+    chunks: list[ChunkTime] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+    adjustments: tuple[str, ...] = ()
+    ended_s: float | None = None
+    outcome: Outcome | None = None
+    error: str | None = None
+
+    def take_chunk(self, chunk: Chunk, result: StepResult, started_s: float) -> None:
+        if self.started_s is None:
+            self.started_s = started_s
+        self.cached_tokens = max(self.cached_tokens, chunk.num_cached)
+        if self.prompt_tokens is None:
+            self.prompt_tokens = chunk.num_prompt_tokens
+        if chunk.is_prefill:
+            ms = round(result.elapsed_s * 1e3, 3)
+            self.chunks.append(ChunkTime(step=result.step, start=chunk.start, end=chunk.end, ms=ms))
+        if chunk.sequence_id in result.token_by_sequence:
+            self._take_token(started_s + result.elapsed_s)
+
+    def _take_token(self, at_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = at_s
+        else:
+            self.gaps_ms.append(round(max(0.0, at_s - self.last_token_s) * 1e3, 3))
+        self.last_token_s = at_s
+        self.written_tokens += 1
+
+    def record(self) -> TraceRequest:
+        def since_arrival_ms(at_s: float | None) -> float | None:
+            return None if at_s is None else round(max(0.0, at_s - self.arrived_s) * 1e3, 3)
+
+        return TraceRequest(
+            id=self.id,
+            arrived_s=round(self.arrived_s, 6),
+            queue_ms=since_arrival_ms(self.started_s),
+            ttft_ms=since_arrival_ms(self.first_token_s),
+            ended_s=None if self.ended_s is None else round(self.ended_s, 6),
+            outcome=self.outcome,
+            error=self.error,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            written_tokens=self.written_tokens,
+            num_preemptions=self.num_preemptions,
+            chunks=tuple(self.chunks),
+            gaps_ms=tuple(self.gaps_ms),
+            adjustments=self.adjustments,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What was recorded up to a moment; it does not change any more."""
+
+    head: Trace
+    ran: tuple[Ran, ...]
+    ended: tuple[TraceRequest, ...]
+    running: tuple[TraceRequest, ...]
+    num_dropped_steps: int
+
+    def records(self) -> list[Record]:
+        """Steps and the ends of requests, in the order in which they came."""
+        ends = sorted(self.ended, key=lambda request: request.ended_s or 0.0)
+        steps = [ran.record() for ran in self.ran]
+        return sorted([*steps, *ends], key=lambda record: record.ended_s or 0.0)
+
+    def document(self) -> Trace:
+        changes = {
+            "steps": tuple(ran.record() for ran in self.ran),
+            "requests": tuple(sorted((*self.ended, *self.running), key=lambda request: request.id)),
+            "num_dropped_steps": self.num_dropped_steps,
+        }
+        return self.head.model_copy(update=changes)
+
+
+class Recorder:
+    """Belongs to the thread that runs the steps. `listeners` are called with every record as it is made."""
+
+    def __init__(self, head: Trace, *, now: Callable[[], float] = time.perf_counter) -> None:
+        self.head = head
+        self.listeners: list[Callable[[Record], None]] = []
+        self._began_at = now()
+        self._now = now
+        self._ran: deque[Ran] = deque()
+        self._num_chunks = 0
+        self._num_dropped = 0
+        self._courses: dict[int, Course] = {}
+        self._ended: deque[TraceRequest] = deque(maxlen=MOST_REQUESTS)
+        self.longest_prompt = 0
+        self.most_prompt_chunks = 0
+
+    def take_arrival(self, request: Request, adjustments: tuple[str, ...] = ()) -> None:
+        num_tokens = request.num_read(len(request.prompt)) if request.prompt_is_complete else None
+        arrived_s = request.arrived_at - self._began_at
+        course = Course(id=request.id, arrived_s=arrived_s, prompt_tokens=num_tokens, adjustments=adjustments)
+        self._courses[request.id] = course
+
+    def take_step(self, plan: StepPlan, result: StepResult, *, started_at: float, kv_share: float) -> None:
+        started_s = started_at - self._began_at
+        for request_id in plan.preempted:
+            if course := self._courses.get(request_id):
+                course.num_preemptions += 1
+        for chunk in plan.chunks:
+            if course := self._courses.get(chunk.sequence_id):
+                course.take_chunk(chunk, result, started_s)
+        ran = Ran(
+            plan=plan, result=result, started_s=started_s, memory_bytes=resident_bytes(), kv_share=min(1.0, kv_share)
+        )
+        self._keep(ran)
+        if self.listeners:
+            self._tell(ran.record())
+
+    def take_event(self, event: object) -> None:
+        """How a request ended; other events say nothing that steps do not."""
+        if isinstance(event, Failed) and event.request_id in self._courses:
+            self._courses[event.request_id].error = str(event.error)
+        if isinstance(event, Finished):
+            self._take_end(event)
+
+    def taken(self, *, last_s: float | None = None) -> Recording:
+        """What is kept of the last seconds; None: all of it."""
+        since = float("-inf") if last_s is None else self._now() - self._began_at - last_s
+        ran = tuple(ran for ran in self._ran if ran.started_s + ran.result.elapsed_s >= since)
+        return Recording(
+            head=self.head,
+            ran=ran,
+            ended=tuple(request for request in self._ended if (request.ended_s or 0.0) >= since),
+            running=tuple(course.record() for course in self._courses.values()),
+            num_dropped_steps=self._num_dropped + len(self._ran) - len(ran),
+        )
+
+    def _take_end(self, event: Finished) -> None:
+        course = self._courses.pop(event.request_id, None)
+        if course is None:
+            return
+        output = event.output
+        course.ended_s = self._now() - self._began_at
+        course.outcome = "failed" if course.error is not None else OUTCOMES[output.finish_reason]
+        course.prompt_tokens = output.num_prompt_tokens
+        course.written_tokens = len(output.token_ids)
+        self.longest_prompt = max(self.longest_prompt, output.num_prompt_tokens)
+        self.most_prompt_chunks = max(self.most_prompt_chunks, output.num_prompt_chunks)
+        request = course.record()
+        self._ended.append(request)
+        self._tell(request)
+
+    def _keep(self, ran: Ran) -> None:
+        self._ran.append(ran)
+        self._num_chunks += len(ran.plan.chunks)
+        while self._num_chunks > MOST_CHUNKS and len(self._ran) > 1:
+            self._num_chunks -= len(self._ran.popleft().plan.chunks)
+            self._num_dropped += 1
+
+    def _tell(self, record: Record) -> None:
+        for listener in self.listeners:
+            listener(record)
+
+
+def _chunk(chunk: Chunk) -> TraceChunk:
+    return TraceChunk(
+        request_id=chunk.sequence_id,
+        kind="prefill" if chunk.is_prefill else "decode",
+        start=chunk.start,
+        end=chunk.end,
+        prompt_tokens=chunk.num_prompt_tokens,
+        cached_tokens=chunk.num_cached,
+    )
