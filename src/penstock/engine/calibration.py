@@ -11,10 +11,11 @@ from penstock.schedule.budget import StepCost, StepLoad
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
-CHUNK_SIZES = (256, 32, 128, 64)
-PROMPT_TOKENS = 1024
+# Small chunks are seen after a long context too: that is where a latency target needs them.
+CHUNK_SIZES = (256, 32, 512, 16, 128, 64)
+PROMPT_TOKENS = 2048
 # On a GPU, steps smaller than this all take the time of their launches, and teach nothing of larger ones.
-GPU_SCALE = 16
+GPU_SCALE = 8
 NUM_DECODES = 4
 DECODE_STEPS = 6
 
@@ -27,7 +28,7 @@ def calibrate(engine: Engine) -> StepCost:
     engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
     generator = random.Random(0)
     scale = GPU_SCALE if engine.model.device.type == "cuda" else 1
-    num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // (2 * NUM_DECODES))
+    num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // 4)
 
     reader = engine.model.media
     image_token = None if reader is None else reader.lane.media.image_token_id  # stands for an image that is not there
@@ -40,7 +41,8 @@ def calibrate(engine: Engine) -> StepCost:
         for length in {min(64, num_tokens), num_tokens if scale > 1 else 1}:  # first uses compile and cache
             engine.generate(tokens(length), max_tokens=2, ignore_eos=True)
         observations.clear()
-        engine.submit(tokens(num_tokens), max_tokens=1)
+        prompt = tokens(num_tokens)
+        engine.submit(prompt, max_tokens=1)
         for chunk_size in itertools.cycle(CHUNK_SIZES):
             if not scheduler.has_work:
                 break
@@ -48,7 +50,8 @@ def calibrate(engine: Engine) -> StepCost:
             engine.step()
         scheduler.budget.ceiling = scale * max(CHUNK_SIZES)
         lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
-        engine.generate_batch([tokens(length) for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
+        # Beginnings of the prompt that was read, so that the prefix cache has most of them.
+        engine.generate_batch([prompt[:length] for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
     finally:
         scheduler.budget.ceiling, engine.on_step = ceiling, watcher
         if scheduler.prefix is not None:
