@@ -131,6 +131,7 @@ class Request:
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
     chunk_size: int | None = None  # None: the engine's; 0: the prompt is read whole
+    num_announced: int = 0  # tokens that the prompt will have, where that is known before they are; 0: it is not
 
     @property
     def first_decoder_position(self) -> int:

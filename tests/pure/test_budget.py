@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from penstock.config import PrefillPriority
 from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget
 
-TRUTH = (0.004, 2e-5, 5e-10, 4e-9)  # seconds per step, token, token x context, decode x context
+# Seconds per step, token, token x context, decode x context, chunk x context.
+TRUTH = (0.004, 2e-5, 5e-10, 4e-9, 1e-7)
 
 
 def true_seconds(load):

@@ -7,7 +7,7 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
-from penstock.errors import PromptTooLong, QueueFull
+from penstock.errors import InvalidSetting, PromptTooLong, QueueFull
 from penstock.request import Request, SamplingParams, Span, StepResult
 from penstock.schedule.budget import POLICIES, StepCost, TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        cost = StepCost((0.001, 0.001, 1e-6, 1e-6))
+        cost = StepCost((0.001, 0.001, 1e-6, 1e-6, 1e-6))
         has_state = self.num_checkpoints is not None
         self.states = {} if has_state else None
         self.scheduler = make_scheduler(
@@ -126,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_checkpoints=self.num_checkpoints,
         )
         self.prompts, self.lengths, self.outputs, self.aborted = {}, {}, {}, set()
+        self.told_running = set()
 
     @rule(
         seed=st.integers(0, 3),
@@ -147,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A slow reader: its sequence rests for a step, and may lose its blocks to others."""
         request_id = data.draw(st.sampled_from(sorted(self.scheduler.sequences)))
         self.scheduler.pause(request_id, is_paused=True)
-        run_step(self.scheduler, self.lengths, self.outputs, self.states)
+        self.take_plan(run_step(self.scheduler, self.lengths, self.outputs, self.states))
         self.scheduler.pause(request_id, is_paused=False)
 
     @precondition(lambda self: self.scheduler.sequences)
@@ -162,10 +163,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         had_work = self.scheduler.has_work
         plan = run_step(self.scheduler, self.lengths, self.outputs, self.states)
         assert (plan is not None) == had_work, "work was there and nothing was planned"
+        self.take_plan(plan)
+
+    def take_plan(self, plan):
+        """Plans alone tell who runs."""
+        if plan is not None:
+            self.told_running = (self.told_running - set(plan.preempted)) | set(plan.admitted)
+            assert set(self.scheduler.running) <= self.told_running
+            assert not self.told_running & set(self.scheduler.waiting)
+
+    @rule(num_asked=st.integers(0, 3))
+    def refuse_a_step(self, num_asked):
+        """The memory's limit is refused in the middle of a draft: nobody stands in a step that does not come."""
+        limit = self.scheduler.chunk_limit
+        asked = iter(range(num_asked))
+
+        def refuse(start, resident, wanted):
+            if next(asked, None) is None:
+                raise InvalidSetting("--strict")
+            return wanted
+
+        self.scheduler.chunk_limit = refuse
+        try:
+            self.take_plan(run_step(self.scheduler, self.lengths, self.outputs, self.states))
+        except InvalidSetting:
+            for sequence in self.scheduler.sequences.values():
+                assert (sequence.num_steps, sequence.num_pending) == (0, 0)
+                assert sequence.num_scheduled == sequence.num_computed
+        finally:
+            self.scheduler.chunk_limit = limit
 
     @rule()
     def fail_a_step(self):
         plan = self.scheduler.next_step()
+        self.take_plan(plan)
         if plan is not None:
             self.spoil_states(plan)
             self.scheduler.fail(plan.step)
@@ -179,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_in_flight(self, data):
         plan = self.scheduler.next_step()
+        self.take_plan(plan)
         if plan is None:
             return
         request_id = data.draw(st.sampled_from(sorted(chunk.sequence_id for chunk in plan.chunks)))
@@ -393,7 +425,7 @@ def chunk_bounds(plans, request_id=0):
 
 def test_a_decode_that_loses_its_place_leaves_the_step_to_the_prompts():
     """Two prompts hold all but two blocks, which are kept for the streams, when the only stream needs one more."""
-    cost = StepCost((0.001, 0.001, 1e-6, 1e-6))
+    cost = StepCost((0.001, 0.001, 1e-6, 1e-6, 1e-6))
     scheduler = make_scheduler(num_blocks=12, chunk_size=7, overlap=2, target=0.006, cost=cost)
     lengths, outputs = {0: 1, 1: 1, 2: 7}, {}
     scheduler.submit(make_request(0, range(200, 230), priority=1))
@@ -537,7 +569,7 @@ def test_the_youngest_is_preempted_and_still_gives_the_same_answer():
 
 
 FOREVER = 10**6
-COST = (0.004, 2e-5, 5e-10, 4e-9)
+COST = (0.004, 2e-5, 5e-10, 4e-9, 1e-7)
 
 
 def with_decodes(num_decodes, **values):
@@ -692,6 +724,15 @@ def test_a_full_queue_refuses_with_a_hint():
     with pytest.raises(QueueFull, match="limit is 2"):
         scheduler.submit(make_request(4, range(5)))
     assert set(scheduler.sequences) == {0, 1, 3}
+
+
+def test_tokens_that_are_announced_count_in_the_queue_before_they_come():
+    """Those of a prompt whose images are still to be encoded."""
+    scheduler = make_scheduler(max_waiting_tokens=100)
+    scheduler.submit(make_request(0, (), prompt_is_complete=False, num_announced=90))
+    with pytest.raises(QueueFull, match="90 prompt tokens wait and this prompt has 20"):
+        scheduler.submit(make_request(1, (), prompt_is_complete=False, num_announced=20))
+    scheduler.submit(make_request(2, range(10)))
 
 
 def test_a_request_ends_when_its_deadline_passes():

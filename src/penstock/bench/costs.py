@@ -41,7 +41,7 @@ class Machine:
     name: str
     source: str
     measurements: tuple[Measurement, ...]
-    coefficients: tuple[float, ...]  # seconds: constant, per token, per token x context, per decode x context
+    coefficients: tuple[float, ...]  # seconds, for each feature of a StepLoad
     ceiling: int  # tokens per step
     floor: int
     num_blocks: int
@@ -55,17 +55,18 @@ class Machine:
 def fit(measurements: Iterable[Measurement]) -> tuple[float, ...]:
     """Non-negative least squares of the relative errors.
 
-    With four features the best subset is found by trying all: where a coefficient would be negative it is left out.
+    The best subset of features is found by trying all: where a coefficient would be negative it is left out. What a
+    chunk's context costs is left out too, because prompts read in chunks of one size do not tell it from the tokens'.
     """
     measurements = list(measurements)
     rows = np.array([[x / m.elapsed_s for x in m.features] for m in measurements])
     scales = rows.max(axis=0)
     rows = rows / scales
-    num_features = rows.shape[1]
-    best, smallest_error = np.zeros(num_features), np.inf
+    num_features = rows.shape[1] - 1
+    best, smallest_error = np.zeros(rows.shape[1]), np.inf
     for size in range(1, num_features + 1):
         for subset in combinations(range(num_features), size):
-            solution = np.zeros(num_features)
+            solution = np.zeros(rows.shape[1])
             solution[list(subset)] = np.linalg.lstsq(rows[:, subset], np.ones(len(rows)), rcond=None)[0]
             error = float(np.sum((rows @ solution - 1) ** 2))
             if (solution >= 0).all() and error < smallest_error:

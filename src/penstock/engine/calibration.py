@@ -12,10 +12,11 @@ from penstock.schedule.budget import StepCost, StepLoad
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
-CHUNK_SIZES = (256, 32, 128, 64)
-PROMPT_TOKENS = 1024
+# Small chunks are seen after a long context too: that is where a latency target needs them.
+CHUNK_SIZES = (256, 32, 512, 16, 128, 64)
+PROMPT_TOKENS = 2048
 # On a GPU, steps smaller than this all take the time of their launches, and teach nothing of larger ones.
-GPU_SCALE = 16
+GPU_SCALE = 8
 # Sizes of steps for which a GPU's matrix library has kernels of their own, each loaded when it is first used.
 GPU_SIZES = (*range(64, 513, 64), 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
 NUM_DECODES = 4
@@ -30,7 +31,7 @@ def calibrate(engine: Engine) -> StepCost:
     engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
     generator = random.Random(0)
     scale = GPU_SCALE if engine.model.device.type == "cuda" else 1
-    num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // (2 * NUM_DECODES))
+    num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // 4)
 
     reader = engine.model.media
     image_token = None if reader is None else reader.lane.media.image_token_id  # stands for an image that is not there
@@ -46,10 +47,12 @@ def calibrate(engine: Engine) -> StepCost:
             sizes = [size for size in GPU_SIZES if size <= ceiling or not ceiling]
             _read(engine, tokens(min(sum(sizes), scheduler.capacity // 2)), sizes)
         observations.clear()
-        _read(engine, tokens(num_tokens), [scale * chunk_size for chunk_size in CHUNK_SIZES])
+        prompt = tokens(num_tokens)
+        _read(engine, prompt, [scale * chunk_size for chunk_size in CHUNK_SIZES])
         scheduler.budget.ceiling = scale * max(CHUNK_SIZES)
         lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
-        engine.generate_batch([tokens(length) for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
+        # Beginnings of the prompt that was read, so that the prefix cache has most of them.
+        engine.generate_batch([prompt[:length] for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
     finally:
         scheduler.budget.ceiling, engine.on_step = ceiling, watcher
         if scheduler.prefix is not None:

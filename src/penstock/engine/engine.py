@@ -338,6 +338,7 @@ class Engine:
             source=source,
             atomic_spans=atomic_spans,
             chunk_size=None if chunk_size is None else _ceiling(config),
+            num_announced=num_tokens if source is None else 0,
         )
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self.scheduler.submit(request)

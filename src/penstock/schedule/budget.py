@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ class StepLoad:
     num_tokens: int = 0
     token_contexts: int = 0  # over prompt chunks: tokens x tokens before them, on average over the chunk
     decode_contexts: int = 0  # over decodes: tokens before them
+    chunk_contexts: int = 0  # over prompt chunks: tokens before them, which a chunk fetches however short it is
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> StepLoad:
@@ -81,6 +83,7 @@ class StepLoad:
             num_tokens=self.num_tokens + num_tokens,
             token_contexts=self.token_contexts + num_tokens * start + num_tokens * num_tokens // 2,
             decode_contexts=self.decode_contexts,
+            chunk_contexts=self.chunk_contexts + start,
         )
 
     def with_decode(self, context: int) -> StepLoad:
@@ -88,11 +91,15 @@ class StepLoad:
             num_tokens=self.num_tokens + 1,
             token_contexts=self.token_contexts,
             decode_contexts=self.decode_contexts + context,
+            chunk_contexts=self.chunk_contexts,
         )
 
     @property
-    def features(self) -> tuple[float, float, float, float]:
-        return (1.0, float(self.num_tokens), float(self.token_contexts), float(self.decode_contexts))
+    def features(self) -> tuple[float, ...]:
+        return (1.0, self.num_tokens, self.token_contexts, self.decode_contexts, self.chunk_contexts)
+
+
+NUM_FEATURES = 5
 
 
 class StepCost:
@@ -112,13 +119,15 @@ class StepCost:
     FASTEST = 2.0
 
     def __init__(
-        self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0)
+        self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0, 8_192.0)
     ) -> None:
         self.coefficients = [max(0.0, value) for value in coefficients]
         self.relative_error = 0.05  # of recent predictions, on average
         self._scales = tuple(scales)  # how large each feature is in an ordinary step
         self._unit_s: float | None = None  # how long an ordinary step takes: the first one seen
-        self._covariance = [[self.FIRST_UNCERTAINTY if i == j else 0.0 for j in range(4)] for i in range(4)]
+        self._covariance = [
+            [self.FIRST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
+        ]
 
     @classmethod
     def fitted(cls, observations: Sequence[tuple[StepLoad, float]]) -> StepCost:
@@ -126,7 +135,7 @@ class StepCost:
         num_tokens = sum(load.num_tokens for load, _ in observations)
         per_token = sum(elapsed_s for _, elapsed_s in observations) / max(1, num_tokens)
         largest = [max(1.0, *values) for values in zip(*(load.features for load, _ in observations), strict=True)]
-        cost = cls((0.0, per_token, 0.0, 0.0), largest)
+        cost = cls((0.0, per_token, 0.0, 0.0, 0.0), largest)
         for _ in range(20):
             for load, elapsed_s in observations:
                 cost.observe(load, elapsed_s)
@@ -134,6 +143,22 @@ class StepCost:
 
     def predict(self, load: StepLoad) -> float:
         return sum(c * x for c, x in zip(self.coefficients, load.features, strict=True))
+
+    def largest_chunk(self, load: StepLoad, start: int, upper: int, limit_s: float) -> int:
+        """Tokens after `start`, up to `upper`, with which a step of that load is predicted to stay within the limit."""
+        _, per_token, per_token_context, _, per_chunk_context = self.coefficients
+        room_s = limit_s - self.predict(load) - per_chunk_context * start
+        if room_s < 0:
+            return 0
+        # num_tokens * slope + num_tokens² * curve = room_s
+        slope, curve = per_token + per_token_context * start, per_token_context / 2
+        denominator = slope + math.sqrt(slope * slope + 4 * curve * room_s)
+        found = min(upper, int(2 * room_s / denominator)) if denominator > 0 else upper
+        while found < upper and self.predict(load.with_chunk(start, found + 1)) <= limit_s:
+            found += 1
+        while found > 0 and self.predict(load.with_chunk(start, found)) > limit_s:
+            found -= 1
+        return found
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         if elapsed_s <= 0:
@@ -156,15 +181,15 @@ class StepCost:
     def _update_covariance(self, x: list[float]) -> list[float]:
         """What this step taught, and then a little forgetting in each direction that is not uncertain already."""
         p = self._covariance
-        px = [sum(p[i][j] * x[j] for j in range(4)) for i in range(4)]
-        denominator = 1.0 + sum(x[i] * px[i] for i in range(4))
+        px = [sum(p[i][j] * x[j] for j in range(NUM_FEATURES)) for i in range(NUM_FEATURES)]
+        denominator = 1.0 + sum(x[i] * px[i] for i in range(NUM_FEATURES))
         gain = [value / denominator for value in px]
-        for i in range(4):
-            for j in range(i, 4):
+        for i in range(NUM_FEATURES):
+            for j in range(i, NUM_FEATURES):
                 p[i][j] = p[j][i] = p[i][j] - gain[i] * px[j]
-        for i in range(4):
+        for i in range(NUM_FEATURES):
             growth = max(1.0, min(1 / self.MEMORY, self.MOST_UNCERTAINTY / max(p[i][i], 1e-12))) ** 0.5
-            for j in range(4):
+            for j in range(NUM_FEATURES):
                 p[i][j] *= growth
                 p[j][i] *= growth
         return gain
@@ -208,10 +233,6 @@ class TokenBudget:
             return upper
         # Aim lower the worse the recent predictions were.
         aim = self.target_s * stretch / (1 + min(0.5, 2 * self.cost.relative_error))
-        low, high = 0, upper
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.cost.predict(load.with_chunk(start, middle)) <= aim
-            low, high = (middle, high) if fits else (low, middle - 1)
-        even = low - (load.num_tokens + low) % self.multiple
-        return even if low < upper and even >= self.floor else low
+        allowed = self.cost.largest_chunk(load, start, upper, aim)
+        even = allowed - (load.num_tokens + allowed) % self.multiple
+        return even if allowed < upper and even >= self.floor else allowed

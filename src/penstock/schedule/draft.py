@@ -22,6 +22,7 @@ class Draft:
     num_prompt_tokens: int = 0
     token_contexts: int = 0
     decode_contexts: int = 0
+    chunk_contexts: int = 0
 
     @property
     def load(self) -> StepLoad:
@@ -29,6 +30,7 @@ class Draft:
             num_tokens=self.num_decodes + self.num_prompt_tokens,
             token_contexts=self.token_contexts,
             decode_contexts=self.decode_contexts,
+            chunk_contexts=self.chunk_contexts,
         )
 
     def is_claimed(self, block_hash: bytes | None) -> bool:
@@ -49,6 +51,7 @@ class Draft:
         if chunk.is_prompt or num_tokens > 1:
             self.num_prompt_tokens += sign * num_tokens
             self.token_contexts += sign * (num_tokens * chunk.num_before + num_tokens * num_tokens // 2)
+            self.chunk_contexts += sign * chunk.num_before
         else:
             self.num_decodes += sign
             self.decode_contexts += sign * (chunk.num_before + 1)
@@ -60,4 +63,5 @@ class Flight:
 
     plan: StepPlan
     load: StepLoad
+    num_prompt_tokens: int
     claimed: frozenset[bytes]

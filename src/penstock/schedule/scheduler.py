@@ -78,6 +78,9 @@ class Scheduler:
         self.num_preemptions = 0
         self._ended: list[tuple[int, FinishReason]] = []
         self._flights: deque[Flight] = deque()
+        # Since the last plan, in drafts that came to nothing: the next plan tells of them.
+        self._untold_admitted: list[int] = []
+        self._untold_preempted: list[int] = []
         self._num_steps = 0
         self._num_read = 0  # prompt tokens computed so far, of all sequences
         self._tokens_per_s = FIRST_GUESS_TOKENS_PER_S
@@ -106,8 +109,9 @@ class Scheduler:
     # --- what may happen between steps ---
 
     def submit(self, request: Request) -> Sequence:
-        self.refuse_too_long(request.num_slots(len(request.prompt)))
-        self._refuse_full_queue(request.num_slots(len(request.prompt)))
+        num_tokens = max(request.num_slots(len(request.prompt)), request.num_announced)
+        self.refuse_too_long(num_tokens)
+        self._refuse_full_queue(num_tokens)
         sequence = Sequence(
             request=request,
             tokens=list(request.prompt),
@@ -192,6 +196,20 @@ class Scheduler:
         draft = Draft(num_streams=len(streams), claimed_before=before)
         decodes = [s for s in streams if not s.is_paused]
         prompts = self._prompts_in_order(reading)
+        try:
+            self._fill(draft, decodes, prompts)
+        except BaseException:  # of the memory's limit, say: nobody stands in a step that does not come
+            self._give_up(draft)
+            raise
+        if not draft.chunk_by_sequence:
+            self._give_up(draft)
+            return None
+        self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
+        self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
+        self._num_steps += 1
+        return self._commit_to(draft)
+
+    def _fill(self, draft: Draft, decodes: list[Sequence], prompts: list[Sequence]) -> None:
         policy = self.policy
         is_overdue = self._steps_without_decode >= policy.most_steps_without_decode
         if policy.decodes_beside_prompts or not prompts or is_overdue:
@@ -204,12 +222,13 @@ class Scheduler:
             self._schedule_prompts(prompts, False, draft)  # every decode lost its place
         if prompts and not draft.chunk_by_sequence and not self._flights:
             self._schedule_oldest(prompts, draft)
-        if not draft.chunk_by_sequence:
-            return None
-        self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
-        self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
-        self._num_steps += 1
-        return self._commit_to(draft)
+
+    def _give_up(self, draft: Draft) -> None:
+        """The draft becomes no step: its chunks are taken back, and the next plan tells who came and who went."""
+        for chunk in draft.chunk_by_sequence.values():
+            self._take_back(chunk)
+        self._untold_admitted += draft.admitted
+        self._untold_preempted += draft.preempted
 
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
@@ -239,15 +258,19 @@ class Scheduler:
         assert any(flight.plan.step == step for flight in self._flights), f"step {step} is not in flight"
         while self._flights and self._flights[-1].plan.step >= step:
             for chunk in self._flights.pop().plan.chunks:
+                self._take_back(chunk)
                 sequence = self.sequences[chunk.sequence_id]
-                sequence.num_scheduled = max(sequence.num_computed, chunk.start)
-                sequence.num_steps -= 1
-                sequence.num_pending -= chunk.wants_logits
                 if chunk.state is not None:
-                    self.holdings.forgo_state(chunk)
                     self.holdings.start_over(sequence)
                 if sequence.is_leaving:
                     self._leave_if_landed(sequence)
+
+    def _take_back(self, chunk: Chunk) -> None:
+        sequence = self.sequences[chunk.sequence_id]
+        sequence.num_scheduled = max(sequence.num_computed, chunk.start)
+        sequence.num_steps -= 1
+        sequence.num_pending -= chunk.wants_logits
+        self.holdings.forgo_state(chunk)
 
     def _may_plan_ahead(self) -> bool:
         """Whether what the step in flight will change is known, but for tokens that the device chooses itself."""
@@ -271,22 +294,25 @@ class Scheduler:
     def _commit_to(self, draft: Draft) -> StepPlan:
         load = draft.load
         chunks = tuple(draft.chunk_by_sequence.values())
+        admitted = [*self._untold_admitted, *draft.admitted]
+        preempted = [*self._untold_preempted, *draft.preempted]
+        self._untold_admitted, self._untold_preempted = [], []
         plan = StepPlan(
             step=self._num_steps,
             chunks=chunks,
-            admitted=tuple(draft.admitted),
-            preempted=tuple(draft.preempted),
+            admitted=tuple(dict.fromkeys(i for i in admitted if i in self.running)),
+            preempted=tuple(dict.fromkeys(i for i in preempted if i in self.sequences)),
             waiting=len(self.waiting),
             token_budget=self.budget.ceiling,
             predicted_s=self.budget.predict(load),
             predicted_bytes=self.peak_estimate(
-                load.num_tokens,
-                max(self._num_slots(chunk) for chunk in chunks),
-                self.resident_tokens,
+                load.num_tokens, max([self._num_slots(chunk) for chunk in chunks]), self.resident_tokens
             ),
             reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
         )
-        self._flights.append(Flight(plan=plan, load=load, claimed=frozenset(draft.claimed)))
+        num_prompt_tokens = draft.num_prompt_tokens
+        claimed = frozenset(draft.claimed)
+        self._flights.append(Flight(plan=plan, load=load, num_prompt_tokens=num_prompt_tokens, claimed=claimed))
         return plan
 
     def _land(self, step: int) -> Flight:
@@ -505,8 +531,12 @@ class Scheduler:
 
     def _refuse_full_queue(self, num_tokens: int) -> None:
         limits = self.limits
-        queued = sum(s.request.num_slots(s.num_prompt_tokens) for s in self.waiting.values())
-        unread = sum(max(0, s.num_prompt_tokens - s.num_computed) for s in self.sequences.values())
+        queued = sum(
+            max(s.request.num_slots(s.num_prompt_tokens), s.request.num_announced) for s in self.waiting.values()
+        )
+        unread = sum(
+            max(0, max(s.num_prompt_tokens, s.request.num_announced) - s.num_computed) for s in self.sequences.values()
+        )
         retry_after_s = max(1.0, unread / self._tokens_per_s)
         if limits.max_waiting is not None and len(self.waiting) >= limits.max_waiting:
             raise QueueFull(
@@ -523,6 +553,5 @@ class Scheduler:
 
     def _observe(self, flight: Flight, elapsed_s: float) -> None:
         self.budget.observe(flight.load, elapsed_s)
-        num_prompt_tokens = sum(chunk.num_tokens for chunk in flight.plan.chunks if chunk.is_prompt)
-        if num_prompt_tokens and elapsed_s > 0:
-            self._tokens_per_s += 0.1 * (num_prompt_tokens / elapsed_s - self._tokens_per_s)
+        if flight.num_prompt_tokens and elapsed_s > 0:
+            self._tokens_per_s += 0.1 * (flight.num_prompt_tokens / elapsed_s - self._tokens_per_s)

@@ -25,13 +25,13 @@ class Board:
     def take_plan(self, plan: StepPlan) -> None:
         now = time.perf_counter()
         with self._lock:
-            for request_id in plan.admitted:
+            for request_id in plan.preempted:
+                self._running.discard(request_id)
+                self._joined_at.setdefault(request_id, now)
+            for request_id in plan.admitted:  # perhaps again, after it lost its place
                 joined_at = self._joined_at.pop(request_id, now)
                 self._queue_time_s.setdefault(request_id, now - joined_at)
                 self._running.add(request_id)
-            for request_id in plan.preempted:
-                self._running.discard(request_id)
-                self._joined_at[request_id] = now
 
     def leave(self, request_id: int) -> float | None:
         """How long it waited; None if it never ran."""

@@ -37,7 +37,7 @@ class Gate:
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
         request_id = state["request_id"] = _request_id(headers)
-        state["arrived_at"] = time.perf_counter()
+        state.setdefault("arrived_at", time.perf_counter())
         visit = _Visit(send, request_id)
         try:
             self._check(scope["path"], scope["method"], headers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting
@@ -17,6 +19,17 @@ from penstock.server.logs import write_json_lines
 from penstock.server.settings import ServerSettings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# How long the step thread may keep Python to itself while a request or a token waits to be handled.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class _Protocol(H11Protocol):
+    """Notes when the first bytes of a request arrive, before they are parsed and before its task gets a turn."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.app_state = self.app_state | {"arrived_at": time.perf_counter()}
+        super().data_received(data)
 
 
 class _Server(uvicorn.Server):
@@ -42,13 +55,22 @@ class _Server(uvicorn.Server):
 def serve(settings: ServerSettings, config: EngineConfig) -> int:
     """Runs until a signal ends it. Raises what went wrong while the model was loaded."""
     write_json_lines()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     return asyncio.run(_serve(settings, config))
 
 
 async def _serve(settings: ServerSettings, config: EngineConfig) -> int:
     app = make_app(settings, config)
     server = _Server(
-        uvicorn.Config(app, host=settings.host, port=settings.port, log_config=None, access_log=False, lifespan="on")
+        uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            http=_Protocol,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+        )
     )
     serving = asyncio.ensure_future(_listen(server, settings))
     while not hasattr(app.state, "loading") and not serving.done():
