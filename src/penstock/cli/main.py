@@ -39,6 +39,9 @@ LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its 
 Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
 Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
+Quantize = Annotated[
+    str | None, typer.Option(help="Weights in few bits: keep (as the GGUF has them), int8, int4, none or auto.")
+]
 Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
@@ -85,6 +88,7 @@ def run(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     json: Json = False,
     max_tokens: MaxTokens = 256,
@@ -131,6 +135,7 @@ def chat(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
@@ -193,6 +198,7 @@ def serve(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
 ) -> None:
     """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
@@ -232,6 +238,7 @@ def plan(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -251,6 +258,7 @@ def doctor(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     rerun: Annotated[bool, typer.Option("--rerun", help="Check again, whatever was found before.")] = False,
     json: Json = False,
 ) -> None:
