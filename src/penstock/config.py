@@ -16,6 +16,7 @@ from penstock.errors import InvalidSetting
 DEFAULT_MODEL = "smollm2"
 CONFIG_FILE = "penstock.toml"
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZE = ("auto", "none", "keep", "int8", "int4")
 CPU_KERNELS = ("auto", "torch")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
@@ -50,6 +51,8 @@ class EngineConfig:
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"
     dtype: str = "auto"
+    # auto: keep a quantized GGUF's matrices in few bits where C kernels multiply them and no dtype is asked for
+    quantize: str = "auto"
     threads: int | None = None  # None: the physical cores this process may use
     cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never
     block_size: int = 16
@@ -101,6 +104,8 @@ class EngineConfig:
             raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if self.quantize not in QUANTIZE:
+            raise InvalidSetting(f"quantize is {self.quantize!r}; it must be one of {', '.join(QUANTIZE)}.")
         if self.cpu_kernels not in CPU_KERNELS:
             raise InvalidSetting(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
         if self.device not in DEVICES:
@@ -204,7 +209,7 @@ def _parser_for(name: str) -> Any:
         return _parse_milliseconds
     if name in ("strict", "prefix_cache"):
         return lambda value: _parse_bool(name, value)
-    if name in ("lane", "device", "dtype", "cpu_kernels"):
+    if name in ("lane", "device", "dtype", "quantize", "cpu_kernels"):
         return str
     return lambda value: _parse_int(name, value, "a whole number")
 

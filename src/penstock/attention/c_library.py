@@ -19,7 +19,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 SOURCES = [PACKAGE / "attention" / "cpu_kernels.c"]
-SOURCES += [PACKAGE / "models" / name for name in ("cpu_layers.c", "cpu_products.c")]
+SOURCES += [PACKAGE / "models" / name for name in ("cpu_layers.c", "cpu_products.c", "cpu_packed.c")]
 HEADER = PACKAGE / "attention" / "cpu_vectors.h"
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
 FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"]
@@ -62,6 +62,11 @@ def _found() -> Found:
     if not library.penstock_is_supported():
         return Found(library=None, reason="this processor has no AVX-512 with bfloat16")
     return Found(library=library, reason=f"compiled by {compiler}, AVX-512 with bfloat16")
+
+
+def can_compile() -> bool:
+    """Whether kernels may be expected, without compiling them."""
+    return platform.system() == "Linux" and platform.machine() == "x86_64" and _compiler() is not None
 
 
 def _compiler() -> str | None:

@@ -65,6 +65,31 @@ INLINE __m512 sum_each(__m512 *rows)
     return _mm512_permutexvar_ps(order, sums);
 }
 
+/* Rows become columns: lane j of register i is lane i of register j. */
+INLINE void transpose(__m512 *r)
+{
+    __m512 t[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int k = 0; k < 2; k++) {
+            __m512d one = _mm512_castps_pd(t[i + k]), two = _mm512_castps_pd(t[i + k + 2]);
+            r[i + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(one, two));
+            r[i + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(one, two));
+        }
+    for (int i = 0; i < LANES; i += 8)
+        for (int k = 0; k < 4; k++) {
+            t[i + k] = _mm512_shuffle_f32x4(r[i + k], r[i + k + 4], 0x88);
+            t[i + k + 4] = _mm512_shuffle_f32x4(r[i + k], r[i + k + 4], 0xdd);
+        }
+    for (int k = 0; k < 8; k++) {
+        r[k] = _mm512_shuffle_f32x4(t[k], t[k + 8], 0x88);
+        r[k + 8] = _mm512_shuffle_f32x4(t[k], t[k + 8], 0xdd);
+    }
+}
+
 /* Rows that each thread takes a share of. */
 struct rows {
     void (*run)(const void *of, int first, int end);
@@ -90,4 +115,29 @@ static inline void share_rows(void (*run)(const void *, int, int), const void *o
         parallel(run_shares, &rows, num_threads, 0);
     else
         run(of, 0, count);
+}
+
+struct product {
+    const bf16 *rows;       /* [rows, inputs] */
+    const bf16 *weight;     /* [outputs, inputs]; of packed codes, their blocks */
+    const bf16 *bias;       /* [outputs], or NULL */
+    bf16 *out;              /* [rows, outputs] */
+    float *wide;            /* the same, in place of `out` where it is not NULL */
+    void *workspace;        /* [threads, penstock_product_bytes], of many rows; sums of groups, of packed codes */
+    parallel_t parallel;
+    int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is in `out` */
+};
+
+/* Up to 16 neighbouring outputs of one row. */
+INLINE void write_values(const struct product *p, __m512 values, int row, int output, int count)
+{
+    size_t at = (size_t)row * p->num_outputs + output;
+    if (p->bias)
+        values = _mm512_add_ps(values, load_floats(p->bias + output, count));
+    if (p->adds)
+        values = _mm512_add_ps(values, load_floats(p->out + at, count));
+    if (p->wide)
+        _mm512_mask_storeu_ps(p->wide + at, (__mmask16)((1u << count) - 1), values);
+    else
+        store_floats(p->out + at, values, count);
 }

@@ -39,6 +39,9 @@ LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its 
 Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
 Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
+Quantize = Annotated[
+    str | None, typer.Option(help="Weights in few bits: keep (as the GGUF has them), int8, int4, none or auto.")
+]
 Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
 TraceFile = Annotated[
     Path | None, typer.Option("--trace", help="Write every step and request to this file; `penstock trace` reads it.")
@@ -88,6 +91,7 @@ def run(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     trace: TraceFile = None,
     json: Json = False,
@@ -136,6 +140,7 @@ def chat(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     trace: TraceFile = None,
     max_tokens: MaxTokens = 512,
@@ -203,6 +208,7 @@ def serve(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     trace: TraceFile = None,
 ) -> None:
@@ -244,6 +250,7 @@ def plan(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -263,6 +270,7 @@ def doctor(
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     rerun: Annotated[bool, typer.Option("--rerun", help="Check again, whatever was found before.")] = False,
     json: Json = False,
 ) -> None:

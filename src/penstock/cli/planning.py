@@ -19,7 +19,8 @@ def show_plan(plan: ModelPlan, *, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     prompt = plan.prompt
-    table = Table(title=f"{plan.model} ({plan.dtype}), {prompt.prompt_tokens:,} tokens", title_justify="left")
+    packed = {"none": "", "keep": ", packed"}.get(plan.quantize, f", {plan.quantize}")
+    table = Table(title=f"{plan.model} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", title_justify="left")
     table.add_column("part")
     table.add_column("MB", justify="right")
     for name, num_bytes in (

@@ -20,9 +20,11 @@ from penstock.engine.planning import (
     CPU_TILING,
     DeviceMemory,
     choose_dtype,
+    choose_quantize,
     context_limit,
     memory_model,
     require_device,
+    require_plain_weights,
     require_room,
 )
 from penstock.errors import InvalidSetting
@@ -43,6 +45,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.gguf import read_gguf
+from penstock.models.packing import Packing, packing_of
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.models.weights import WeightSource, open_weights
 from penstock.plan.machine import default_memory_budget, num_physical_cores, resident_bytes
@@ -128,10 +131,13 @@ class LoadStart:
         **others: Any,
     ) -> LoadedModel:
         """`others` take the place of what the tokenizer's files say, or are fields of some models alone."""
-        usual: dict[str, Any] = {"chat_template": chat_template(self.parts), "eos_ids": self.parts.eos_ids}
+        usual: dict[str, Any] = {
+            "identity": f"{self.files.identity}:{self.dtype}",
+            "chat_template": chat_template(self.parts),
+            "eos_ids": self.parts.eos_ids,
+        }
         return LoadedModel(
             name=self.files.name,
-            identity=f"{self.files.identity}:{self.dtype}",
             spec=spec,
             lane=lane,
             tokenizer=self.tokenizer,
@@ -149,6 +155,7 @@ class LoadStart:
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     files = resolve(name)
     facts = pick_lane(files.config, config.lane)
+    require_plain_weights(config, facts)
     device = torch.device(require_device(config.device, has_cuda=torch.cuda.is_available()))
     c_library.use(config.cpu_kernels)
     keep_freed_memory()
@@ -183,6 +190,7 @@ def load_native(
     """`weights` take the place of those in the files."""
     spec = decoder_spec(files.config)
     start = LoadStart.of(files, config, device)
+    quantize = choose_quantize(config, files, device.type)
     budget = start.budget_bytes
     memory = memory_model(files, config, start.dtype, start.runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
@@ -196,8 +204,10 @@ def load_native(
         num_blocks=start.num_blocks(num_tokens),
         dtype=start.dtype,
         device=device,
+        packing=packing_of(files, quantize),
     )
     return start.loaded(
+        identity=f"{files.identity}:{start.dtype}:{quantize}",
         spec=spec,
         lane=lane,
         memory=memory,
@@ -217,10 +227,11 @@ def native_lane(
     num_blocks: int,
     dtype: str,
     device: torch.device,
+    packing: Packing | None = None,
 ) -> NativeTextLane:
     """Our decoder with its weights, over as many pages as were counted."""
     torch_dtype = getattr(torch, dtype)
-    decoder = Decoder(spec, dtype=torch_dtype, device=device)
+    decoder = Decoder(spec, dtype=torch_dtype, device=device, packing=packing)
     decoder.load(weights)
     storage = KvStorage(
         num_layers=spec.num_attention_layers,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import config as defaults
+from penstock.attention.c_library import can_compile
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidModelFile, InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
@@ -30,6 +31,7 @@ from penstock.lanes.verdicts import Verdict, Way, judged, load_verdict, verdict_
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.generic_spec import GenericSpec, estimated_parameters, generic_spec, num_stored_parameters
 from penstock.models.media_spec import media_text_config, num_deepstack_layers
+from penstock.models.packing import packing_of, stored_formats
 from penstock.plan.machine import default_memory_budget, has_fast_bfloat16
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
@@ -55,6 +57,7 @@ class ModelPlan:
     model: str
     lane: LaneFacts
     dtype: str
+    quantize: str  # none, keep, int8 or int4
     prompt: PromptPlan
     peak_by_chunk_size: Mapping[int, int]
 
@@ -107,6 +110,27 @@ def choose_dtype(asked: str, model_config: Mapping[str, Any], device: str = "cpu
     return "bfloat16" if stored != "float32" and (device == "cuda" or has_fast_bfloat16()) else "float32"
 
 
+def choose_quantize(config: EngineConfig, files: ModelFiles, device: str) -> str:
+    """none, keep, int8 or int4. A dtype that is asked for is meant for the weights too, unless both are given."""
+    if config.quantize not in ("auto", "none") and device != "cpu":
+        raise InvalidSetting(
+            f"--quantize {config.quantize} is for processors; on device {device!r} weights stay in the model's dtype. "
+            "Leave it out or use --device cpu."
+        )
+    if config.quantize == "keep" and not stored_formats(files):
+        raise InvalidSetting("--quantize keep needs a GGUF file with quantized weights; use int8 or int4 here.")
+    if config.quantize != "auto":
+        return config.quantize
+    can_multiply = device == "cpu" and config.cpu_kernels == "auto" and can_compile() and has_fast_bfloat16()
+    is_kept = can_multiply and config.dtype == "auto" and bool(stored_formats(files))
+    return "keep" if is_kept else "none"
+
+
+def require_plain_weights(config: EngineConfig, lane: LaneFacts) -> None:
+    if config.quantize not in ("auto", "none") and lane.id != NATIVE_TEXT:
+        raise InvalidSetting(f"--quantize {config.quantize} is for lane {NATIVE_TEXT}, not {lane.id}; leave it out.")
+
+
 def require_device(name: str, *, has_cuda: bool) -> str:
     if name == "auto":
         return "cuda" if has_cuda else "cpu"
@@ -136,7 +160,7 @@ def memory_model(
     shape = (
         seq2seq_shape(seq2seq_spec(files.config), DTYPE_BYTES[dtype])
         if is_seq2seq
-        else native_shape(files.config, dtype)
+        else native_shape(files.config, dtype, packing_of(files, choose_quantize(config, files, device)))
     )
     num_running, num_checkpoints = state_slots(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes)
     return MemoryModel(
@@ -262,6 +286,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     device = require_device(config.device, has_cuda=gpu is not None)
     files = resolve(model, weights=False)
     lane = pick_lane(files.config, config.lane)
+    require_plain_weights(config, lane)
     dtype = choose_dtype(config.dtype, files.config, device)
     is_source = lane.id == SEQ2SEQ_SOURCE
     host_bytes = defaults.RUNTIME_BYTES_ESTIMATE
@@ -293,7 +318,8 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}
-    return ModelPlan(model=model, lane=lane, dtype=dtype, prompt=prompt, peak_by_chunk_size=peaks)
+    quantize = choose_quantize(config, files, device) if lane.id == NATIVE_TEXT else "none"
+    return ModelPlan(model=model, lane=lane, dtype=dtype, quantize=quantize, prompt=prompt, peak_by_chunk_size=peaks)
 
 
 def plan(model: str = defaults.DEFAULT_MODEL, *, prompt_tokens: int, **settings: Any) -> ModelPlan:

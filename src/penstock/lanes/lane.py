@@ -10,6 +10,7 @@ from penstock.errors import UnknownLane, UnsupportedModel
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.layer_specs import state_bytes
 from penstock.models.media_spec import NATIVE_MEDIA, text_part
+from penstock.models.packing import Packing, packed_sizes
 from penstock.models.spec import FAMILIES, DecoderSpec, decoder_spec, is_supported
 from penstock.plan.memory import ModelShape
 
@@ -204,8 +205,9 @@ def _facts(lane_id: str, reason: str) -> LaneFacts:
     return replace(facts, gives_hidden=lane_id == NATIVE_TEXT)
 
 
-def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
+def native_shape(config: Mapping[str, Any], dtype: str, packing: Packing | None = None) -> ModelShape:
     spec = decoder_spec(config)
+    packed = packed_sizes(spec, packing) if packing is not None else None
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -219,6 +221,9 @@ def native_shape(config: Mapping[str, Any], dtype: str) -> ModelShape:
         dtype_bytes=DTYPE_BYTES[dtype],
         max_context=spec.max_context,
         attends_through_scores=spec.attention_softcap is not None,
+        num_packed=packed.num_values if packed else 0,
+        packed_bytes=packed.num_bytes if packed else 0,
+        unpacked_tile_bytes=packed.tile_values * DTYPE_BYTES[dtype] if packed else 0,
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
 

@@ -10,6 +10,9 @@ import threading
 import torch
 
 from penstock.attention.c_library import CKernels, c_kernels
+from penstock.models.packed import MOST_ROWS as MOST_PACKED_ROWS
+from penstock.models.packed import PackedMatrix
+from penstock.models.packing import GROUP, Format
 
 GELU_TANH = "gelu_pytorch_tanh"
 FEW_ROWS = 16  # of a product whose time is that of reading the matrix
@@ -50,11 +53,14 @@ class _Product(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace", "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
+        ("is_int4", ctypes.c_int32),
     ]
 
 
-def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> CKernels | None:
+def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor | PackedMatrix) -> CKernels | None:
     """None where torch has to multiply: many rows, or another layout."""
+    if isinstance(weight_OI, PackedMatrix):
+        return kernels_for(x_TI) if x_TI.dim() == 2 and len(x_TI) <= MOST_PACKED_ROWS else None
     if x_TI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
         return None
     num_rows, num_inputs = x_TI.shape
@@ -121,7 +127,7 @@ def gated_activation(kernels: CKernels, gate_up_TF: torch.Tensor, kind: str) -> 
 def multiply(
     kernels: CKernels,
     x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
+    weight_OI: torch.Tensor | PackedMatrix,
     bias_O: torch.Tensor | None,
     add_to: torch.Tensor | None = None,  # None: the product goes to a tensor of its own
     *,
@@ -129,23 +135,33 @@ def multiply(
 ) -> torch.Tensor:
     x_TI = x_TI.contiguous()
     num_rows, num_inputs = x_TI.shape
+    is_packed = isinstance(weight_OI, PackedMatrix)
     dtype = torch.float32 if is_wide else x_TI.dtype
     out_TO = torch.empty(num_rows, len(weight_OI), dtype=dtype) if add_to is None else add_to
     num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
+    if is_packed:
+        group_sums = torch.empty(num_rows * (num_inputs // GROUP))
+        workspace = group_sums.data_ptr()
+    else:
+        workspace = None if has_few_rows else _workspace(kernels, num_threads).data_ptr()
     call = _Product(
         rows=x_TI.data_ptr(),
-        weight=weight_OI.data_ptr(),
+        weight=weight_OI.bytes.data_ptr() if is_packed else weight_OI.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         out=None if is_wide else out_TO.data_ptr(),
         wide=out_TO.data_ptr() if is_wide else None,
-        workspace=None if has_few_rows else _workspace(kernels, num_threads).data_ptr(),
+        workspace=workspace,
         parallel=kernels.parallel,
         num_rows=num_rows,
         num_inputs=num_inputs,
         num_outputs=len(weight_OI),
         adds=add_to is not None,
         num_threads=num_threads,
+        is_int4=is_packed and weight_OI.format is Format.INT4,
     )
     library = kernels.library
-    (library.penstock_multiply if has_few_rows else library.penstock_multiply_many)(ctypes.byref(call))
+    if is_packed:
+        library.penstock_multiply_packed(ctypes.byref(call))
+    else:
+        (library.penstock_multiply if has_few_rows else library.penstock_multiply_many)(ctypes.byref(call))
     return out_TO

@@ -14,31 +14,6 @@
 #define WIDE 12    /* outputs whose sums are held at once */
 #define MOST_INPUTS 4096
 
-struct product {
-    const bf16 *rows;       /* [rows, inputs] */
-    const bf16 *weight;     /* [outputs, inputs] */
-    const bf16 *bias;       /* [outputs], or NULL */
-    bf16 *out;              /* [rows, outputs] */
-    float *wide;            /* the same, in place of `out` where it is not NULL */
-    void *workspace;        /* [threads, penstock_product_bytes], of many rows */
-    parallel_t parallel;
-    int32_t num_rows, num_inputs, num_outputs, adds, num_threads; /* adds: to what is in `out` */
-};
-
-/* Up to 16 neighbouring outputs of one row. */
-INLINE void write_values(const struct product *p, __m512 values, int row, int output, int count)
-{
-    size_t at = (size_t)row * p->num_outputs + output;
-    if (p->bias)
-        values = _mm512_add_ps(values, load_floats(p->bias + output, count));
-    if (p->adds)
-        values = _mm512_add_ps(values, load_floats(p->out + at, count));
-    if (p->wide)
-        _mm512_mask_storeu_ps(p->wide + at, (__mmask16)((1u << count) - 1), values);
-    else
-        store_floats(p->out + at, values, count);
-}
-
 /* 16 sums: `num_outputs` outputs of `num_rows` rows, both constants where this is inlined. */
 INLINE void write_sums(const struct product *p, const float *sums, int row, int output, const int num_rows,
                        const int num_outputs)
@@ -114,31 +89,6 @@ struct many_rows {
 };
 
 int64_t penstock_product_bytes(void) { return sizeof(struct turned); }
-
-/* Rows become columns: lane j of register i is lane i of register j. */
-INLINE void transpose(__m512 *r)
-{
-    __m512 t[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4)
-        for (int k = 0; k < 2; k++) {
-            __m512d one = _mm512_castps_pd(t[i + k]), two = _mm512_castps_pd(t[i + k + 2]);
-            r[i + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(one, two));
-            r[i + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(one, two));
-        }
-    for (int i = 0; i < LANES; i += 8)
-        for (int k = 0; k < 4; k++) {
-            t[i + k] = _mm512_shuffle_f32x4(r[i + k], r[i + k + 4], 0x88);
-            t[i + k + 4] = _mm512_shuffle_f32x4(r[i + k], r[i + k + 4], 0xdd);
-        }
-    for (int k = 0; k < 8; k++) {
-        r[k] = _mm512_shuffle_f32x4(t[k], t[k + 8], 0x88);
-        r[k + 8] = _mm512_shuffle_f32x4(t[k], t[k + 8], 0xdd);
-    }
-}
 
 static void turn_rows(const struct product *p, int first, uint32_t *pairs)
 {

@@ -15,8 +15,11 @@ from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import GatedMlp, Linear, RmsNorm, wide_product
+from penstock.models.layers import GatedMlp, Linear, PackedLinear, RmsNorm, wide_product
 from penstock.models.mamba import Mamba
+from penstock.models.packed import PackedMatrix, PackedRows
+from penstock.models.packing import Packing
+from penstock.models.projections import Projection, layer_projections, outer_projection, stored_name
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
@@ -26,8 +29,8 @@ from penstock.models.weights import WeightSource
 class Attention:
     index: int  # among the layers that have keys and values
     rule: AttentionRule
-    qkv: Linear
-    output: Linear
+    qkv: Linear | PackedLinear
+    output: Linear | PackedLinear
     sinks_H: torch.Tensor | None  # None: the layer has none
 
 
@@ -42,21 +45,28 @@ class Layer:
 class Decoder:
     """Allocated first, then filled from the weights slice by slice: no second copy of them exists."""
 
-    def __init__(self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device, packing: Packing | None = None
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
-        self.embeddings_VM = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.head_VM = self.embeddings_VM if spec.has_tied_embeddings else torch.empty_like(self.embeddings_VM)
+        self._packing = packing
+        self._projections = [layer_projections(spec, index) for index in range(spec.num_layers)]
+        self.embeddings_VM = self._empty_weight(outer_projection(spec, "embeddings"))
+        self.head_VM = self.embeddings_VM
+        if not spec.has_tied_embeddings:
+            self.head_VM = self._empty_weight(outer_projection(spec, "head"))
         self.rotaries = {name: Rotary(rotary, device) for name, rotary in spec.rotaries.items()}
         self.layers = [self._empty_layer(index) for index in range(spec.num_layers)]
         self.final_norm = self._empty_norm(spec.hidden_size)
 
     def load(self, source: WeightSource) -> None:
         for name, destination in self._destinations():
-            for ours, theirs in self.spec.renames:
-                name = name.replace(ours, theirs)
-            source.copy_into(destination, name)
+            if isinstance(destination, PackedRows):
+                source.pack_into(destination, name)
+            else:
+                source.copy_into(destination, name)
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
 
@@ -68,7 +78,7 @@ class Decoder:
         It keeps keys and values; `states` keeps what recurrent layers carry.
         """
         rotations = {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
-        hidden_TM = self.embeddings_VM[inputs.ids_T]
+        hidden_TM = self._embedded(inputs.ids_T)
         if self.spec.embedding_scale is not None:
             # The factor is rounded to the model's dtype, as the reference does.
             hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
@@ -87,6 +97,11 @@ class Decoder:
             if inputs.media is not None and index < len(inputs.media.deepstack_LND):
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
+
+    def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.embeddings_VM, PackedMatrix):
+            return self.embeddings_VM.rows(ids_T, self.dtype)
+        return self.embeddings_VM[ids_T]
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
@@ -132,7 +147,12 @@ class Decoder:
         self._add(layer, "mlp", layer.mlp, normed, hidden_TM)
 
     def _add(
-        self, layer: Layer, part: str, last: Linear | GatedMlp | Experts, x: torch.Tensor, hidden_TM: torch.Tensor
+        self,
+        layer: Layer,
+        part: str,
+        last: Linear | PackedLinear | GatedMlp | Experts,
+        x: torch.Tensor,
+        hidden_TM: torch.Tensor,
     ) -> None:
         if norm := self._output_norm(part):
             hidden_TM += layer.norms[norm](last(x))
@@ -181,7 +201,7 @@ class Decoder:
             per_head = spec.qk_norm == "head"
             norms["self_attn.q_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_heads))
             norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
-        return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(layer), norms=norms)
+        return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(index), norms=norms)
 
     def _empty_mixer(self, index: int) -> Attention | GatedDelta | Mamba:
         spec, layer, width = self.spec, self.spec.layers[index], self.spec.hidden_size
@@ -194,23 +214,35 @@ class Decoder:
         return Attention(
             index=sum(not earlier.is_recurrent for earlier in spec.layers[:index]),
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
-            qkv=Linear.empty(spec.qkv_rows, width, bias=spec.qkv_bias, **place),
-            output=Linear.empty(width, spec.num_heads * spec.head_size, bias=spec.output_bias, **place),
+            qkv=self._empty_linear(self._projections[index]["qkv"], bias=spec.qkv_bias),
+            output=self._empty_linear(self._projections[index]["output"], bias=spec.output_bias),
             sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
         )
 
-    def _empty_mlp(self, layer: LayerSpec) -> GatedMlp | Experts:
-        spec = self.spec
+    def _empty_mlp(self, index: int) -> GatedMlp | Experts:
+        spec, layer = self.spec, self.spec.layers[index]
         place: Any = {"dtype": self.dtype, "device": self.device}
         if layer.has_experts:
             assert spec.experts is not None
             return Experts.empty(spec.experts, spec.hidden_size, spec.activation, **place)
-        inner = spec.intermediate_size
         return GatedMlp(
-            gate_up=Linear.empty(2 * inner, spec.hidden_size, bias=spec.mlp_bias, **place),
-            down=Linear.empty(spec.hidden_size, inner, bias=spec.mlp_bias, **place),
+            gate_up=self._empty_linear(self._projections[index]["gate_up"], bias=spec.mlp_bias),
+            down=self._empty_linear(self._projections[index]["down"], bias=spec.mlp_bias),
             activation=spec.activation,
         )
+
+    def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | PackedLinear:
+        weight = self._empty_weight(projection)
+        bias_O = torch.empty(projection.num_outputs, dtype=self.dtype, device=self.device) if bias else None
+        if isinstance(weight, PackedMatrix):
+            return PackedLinear(matrix=weight, bias_O=bias_O)
+        return Linear(weight_OI=weight, bias_O=bias_O)
+
+    def _empty_weight(self, projection: Projection) -> torch.Tensor | PackedMatrix:
+        packed = None if self._packing is None else self._packing.format(projection)
+        if packed is not None:
+            return PackedMatrix.empty(packed, projection.num_outputs, projection.num_inputs)
+        return torch.empty(projection.num_outputs, projection.num_inputs, dtype=self.dtype, device=self.device)
 
     def _empty_norm(self, size: int) -> RmsNorm:
         return RmsNorm(weight=torch.empty(size, dtype=torch.float32, device=self.device), eps=self.spec.norm_eps)
@@ -220,53 +252,54 @@ class Decoder:
         for layer in self.layers:
             yield from layer.norms.values()
 
-    def _destinations(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _destinations(self) -> Iterator[tuple[str, torch.Tensor | PackedRows]]:
         """(name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
-        yield "model.embed_tokens.weight", self.embeddings_VM
+        yield from _parts(outer_projection(self.spec, "embeddings"), self.embeddings_VM)
         if not self.spec.has_tied_embeddings:
-            yield "lm_head.weight", self.head_VM
-        yield "model.norm.weight", self.final_norm.weight
+            yield from _parts(outer_projection(self.spec, "head"), self.head_VM)
+        yield stored_name(self.spec, "model.norm.weight"), self.final_norm.weight
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}"
-            for name, norm in layer.norms.items():
-                yield f"{prefix}.{name}.weight", norm.weight
-            yield from self._mixer_destinations(prefix, layer.mixer)
+            prefix, of_layer = f"model.layers.{index}", self._projections[index]
+            others = [(f"{prefix}.{name}.weight", norm.weight) for name, norm in layer.norms.items()]
+            if isinstance(layer.mixer, GatedDelta | Mamba):
+                mixer = "linear_attn" if isinstance(layer.mixer, GatedDelta) else "mamba"
+                others += layer.mixer.destinations(f"{prefix}.{mixer}")
+            else:
+                yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
+                yield from _linear_parts(of_layer["output"], layer.mixer.output)
+                if layer.mixer.sinks_H is not None:
+                    others.append((f"{prefix}.self_attn.sinks", layer.mixer.sinks_H))
             if isinstance(layer.mlp, Experts):
-                yield from layer.mlp.destinations(prefix)
-                continue
-            gate_up, down = layer.mlp.gate_up, layer.mlp.down
-            yield from self._projections(f"{prefix}.mlp", gate_up, ("gate_proj", "up_proj"), "gate_up_proj")
-            yield from self._projections(f"{prefix}.mlp", down, ("down_proj",), "down_proj")
+                others += layer.mlp.destinations(prefix)
+            else:
+                yield from _linear_parts(of_layer["gate_up"], layer.mlp.gate_up)
+                yield from _linear_parts(of_layer["down"], layer.mlp.down)
+            for name, destination in others:
+                yield stored_name(self.spec, name), destination
 
-    def _mixer_destinations(
-        self, prefix: str, mixer: Attention | GatedDelta | Mamba
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(mixer, GatedDelta | Mamba):
-            yield from mixer.destinations(f"{prefix}.{'linear_attn' if isinstance(mixer, GatedDelta) else 'mamba'}")
-            return
-        yield from self._projections(f"{prefix}.self_attn", mixer.qkv, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        yield from self._projections(f"{prefix}.self_attn", mixer.output, ("o_proj",), "o_proj")
-        if mixer.sinks_H is not None:
-            yield f"{prefix}.self_attn.sinks", mixer.sinks_H
 
-    def _projections(
-        self, prefix: str, linear: Linear, parts: tuple[str, ...], fused: str
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        spec = self.spec
-        is_fused = (
-            spec.has_fused_qkv if fused == "qkv_proj" else spec.has_fused_mlp if fused == "gate_up_proj" else False
-        )
-        names = (fused,) if is_fused else parts
-        kv_rows = spec.num_kv_heads * spec.head_size
-        sizes = {"q_proj": spec.q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        sizes |= {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+def _linear_parts(
+    projection: Projection, linear: Linear | PackedLinear
+) -> Iterator[tuple[str, torch.Tensor | PackedRows]]:
+    yield from _parts(projection, linear.matrix if isinstance(linear, PackedLinear) else linear.weight_OI)
+    if linear.bias_O is not None:
         row = 0
-        for name in names:
-            num_rows = sizes.get(name, linear.weight_OI.shape[0])
-            yield f"{prefix}.{name}.weight", linear.weight_OI[row : row + num_rows]
-            if linear.bias_O is not None:
-                yield f"{prefix}.{name}.bias", linear.bias_O[row : row + num_rows]
-            row += num_rows
+        for part in projection.parts:
+            yield part.bias, linear.bias_O[row : row + part.num_rows]
+            row += part.num_rows
+
+
+def _parts(
+    projection: Projection, weight: torch.Tensor | PackedMatrix
+) -> Iterator[tuple[str, torch.Tensor | PackedRows]]:
+    row = 0
+    for part in projection.parts:
+        rows = slice(row, row + part.num_rows)
+        if isinstance(weight, PackedMatrix):
+            yield part.name, PackedRows(matrix=weight, start=rows.start, end=rows.stop)
+        else:
+            yield part.name, weight[rows]
+        row += part.num_rows
 
 
 def _normed(layer: Layer, name: str | None, x: torch.Tensor) -> torch.Tensor:

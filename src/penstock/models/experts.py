@@ -127,6 +127,8 @@ class Experts:
         if self.shared is None:
             return
         names, size = self.spec.names, self.spec.shared_size
+        assert isinstance(self.shared.gate_up, Linear)
+        assert isinstance(self.shared.down, Linear)
         shared, gate_up, down = f"{prefix}.{names.shared}", self.shared.gate_up.weight_OI, self.shared.down.weight_OI
         if names.layout == "outputs first":
             yield f"{shared}.{names.gate}", gate_up

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,21 +13,48 @@ import torch
 import torch.nn.functional as F
 
 from penstock.models import cpu_layers
+from penstock.models.packed import PackedMatrix
+
+Weight = torch.Tensor | PackedMatrix
 
 
-def product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+def product(x_TI: torch.Tensor, weight_OI: Weight, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
         return cpu_layers.multiply(kernels, x_TI, weight_OI, bias_O)
+    if isinstance(weight_OI, PackedMatrix):
+        return _by_tiles(
+            weight_OI,
+            x_TI.dtype,
+            lambda outputs, tile_OI: product(x_TI, tile_OI, None if bias_O is None else bias_O[outputs]),
+        )
     if bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, weight_OI):
         return _gpu_products().product(x_TI, weight_OI)
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def wide_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def wide_product(x_TI: torch.Tensor, weight_OI: Weight) -> torch.Tensor:
     """In float32: as it was summed, where that can be had, else rounded to the dtype of the model before."""
     if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
         return cpu_layers.multiply(kernels, x_TI, weight_OI, None, is_wide=True)
+    if isinstance(weight_OI, PackedMatrix):
+        return _by_tiles(weight_OI, x_TI.dtype, lambda _, tile_OI: wide_product(x_TI, tile_OI))
     return product(x_TI, weight_OI).float()
+
+
+def _by_tiles(
+    weight_OI: PackedMatrix, dtype: torch.dtype, multiply: Callable[[slice, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What `multiply` gives for the outputs of each tile, side by side."""
+    out_TO: torch.Tensor | None = None
+    for outputs, tile_OI in weight_OI.tiles(dtype):
+        part = multiply(outputs, tile_OI)
+        if len(tile_OI) == len(weight_OI):
+            return part
+        if out_TO is None:
+            out_TO = torch.empty(*part.shape[:-1], len(weight_OI), dtype=part.dtype)
+        out_TO[..., outputs] = part
+    assert out_TO is not None
+    return out_TO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +83,26 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear:
+    matrix: PackedMatrix
+    bias_O: torch.Tensor | None
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return product(x_TI, self.matrix, self.bias_O)
+
+    def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
+        if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, self.matrix)):
+            cpu_layers.multiply(kernels, x_TI, self.matrix, self.bias_O, add_to=out_TO)
+            return
+        for outputs, tile_OI in self.matrix.tiles(x_TI.dtype):
+            bias = None if self.bias_O is None else self.bias_O[outputs]
+            Linear(weight_OI=tile_OI, bias_O=bias).add_to(out_TO[:, outputs], x_TI)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | PackedLinear
+    down: Linear | PackedLinear
     activation: str
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.files import ModelFiles
 from penstock.models.gguf import GgufFile, read_gguf
 from penstock.models.gguf_translation import HfTensor, hf_tensors
+from penstock.models.groups import from_gguf, grouped
+from penstock.models.packed import PackedRows
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
 MAX_HEADER_BYTES = 100 << 20
@@ -40,6 +42,10 @@ class WeightSource(Protocol):
 
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
         """Fills `destination`, of any float type and maybe a slice of a larger parameter, with the tensor."""
+        ...
+
+    def pack_into(self, destination: PackedRows, name: str) -> None:
+        """The same for a matrix that is kept in few bits."""
         ...
 
 
@@ -72,12 +78,16 @@ def _read_into(path: Path, offset: int, values: torch.Tensor) -> None:
 
 
 def _check_destination(destination: torch.Tensor, shape: tuple[int, ...], name: str, path: Path) -> None:
-    if tuple(destination.shape) != shape:
-        raise InvalidModelFile(
-            f"{path}: tensor {name!r} has shape {shape}, the model's config asks for "
-            f"{tuple(destination.shape)}; take config and weights from the same model."
-        )
+    _check_shape(tuple(destination.shape), shape, name, path)
     assert destination.is_floating_point(), destination.dtype
+
+
+def _check_shape(asked: tuple[int, ...], stored: tuple[int, ...], name: str, path: Path) -> None:
+    if asked != stored:
+        raise InvalidModelFile(
+            f"{path}: tensor {name!r} has shape {stored}, the model's config asks for "
+            f"{asked}; take config and weights from the same model."
+        )
 
 
 def _slices(
@@ -162,24 +172,37 @@ class SafetensorsWeights:
             self._copy_mxfp4(destination.detach(), name)
             return
         tensor = self._find(name)
+        _check_destination(destination, tensor.shape, name, tensor.path)
+        self._copy_values(destination.detach(), tensor, name, 0)
+
+    def _copy_values(self, destination: torch.Tensor, tensor: _StoredTensor, name: str, first: int) -> None:
+        """Values from number `first` on."""
         if tensor.dtype not in DTYPES:
             raise UnsupportedModel(
                 f"{tensor.path}: tensor {name!r} is stored as {tensor.dtype}; {', '.join(DTYPES)} are read, "
                 "so use a checkpoint in one of those or a GGUF file."
             )
-        _check_destination(destination, tensor.shape, name, tensor.path)
         dtype = DTYPES[tensor.dtype]
-        destination = destination.detach()
         if destination.dtype == dtype and destination.is_contiguous() and destination.device.type == "cpu":
-            _read_into(tensor.path, tensor.offset, destination)
+            _read_into(tensor.path, tensor.offset + first * dtype.itemsize, destination)
             return
         buffer = torch.empty(0, dtype=dtype)
-        for part, start in _slices(destination, 0, dtype.itemsize, 1):
+        for part, start in _slices(destination, first, dtype.itemsize, 1):
             if buffer.numel() < part.numel():
                 buffer = torch.empty(part.numel(), dtype=dtype)
             values = buffer[: part.numel()]
             _read_into(tensor.path, tensor.offset + start * dtype.itemsize, values)
             part.copy_(values.view(part.shape))
+
+    def pack_into(self, destination: PackedRows, name: str) -> None:
+        tensor, matrix = self._find(name), destination.matrix
+        _check_shape(destination.shape, tensor.shape, name, tensor.path)
+        num_rows, num_inputs = destination.shape
+        step = max(1, SLICE_BYTES // (4 * num_inputs))
+        for first in range(0, num_rows, step):
+            values = torch.empty(min(step, num_rows - first), num_inputs)
+            self._copy_values(values, tensor, name, first * num_inputs)
+            matrix.fill(destination.start + first, grouped(values.numpy(), matrix.format))
 
     def _copy_mxfp4(self, destination: torch.Tensor, name: str) -> None:
         """Blocks of 32 four-bit values with a power of two each. Their rows are outputs, the plain tensor's inputs."""
@@ -309,13 +332,41 @@ class GgufWeights:
                 values = values.reshape(-1, head_rows // 2, 2, prod(part.shape[1:])).swapaxes(1, 2)
             part.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(part.shape))
 
+    def pack_into(self, destination: PackedRows, name: str) -> None:
+        tensor, matrix = self._find(name), destination.matrix
+        stored = tensor.stored
+        _check_shape(destination.shape, stored.shape, name, self._path)
+        num_rows, num_inputs = destination.shape
+        block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
+        row_bytes = num_inputs // block_items * block_bytes
+        head_rows = num_rows // tensor.interleaved_heads if tensor.interleaved_heads else 1
+        step = max(1, SLICE_BYTES // (4 * num_inputs) // head_rows) * head_rows
+        for first in range(0, num_rows, step):
+            raw = torch.empty(min(step, num_rows - first), row_bytes, dtype=torch.uint8)
+            _read_into(self._path, stored.offset + first * row_bytes, raw)
+            try:
+                groups = from_gguf(raw.numpy(), stored.quant_type, matrix.format)
+            except NotImplementedError:
+                raise self._unreadable(stored.quant_type, name) from None
+            if tensor.interleaved_heads:
+                groups = groups.rows(_halves_first(len(raw), head_rows))
+            matrix.fill(destination.start + first, groups)
+
     def _dequantized(self, raw: np.ndarray, row_items: int, quant_type: GGMLQuantizationType, name: str) -> np.ndarray:
         block_items, block_bytes = GGML_QUANT_SIZES[quant_type]
         rows = raw.reshape(-1, row_items // block_items * block_bytes)
         try:
             return dequantize(rows, quant_type)
         except NotImplementedError:
-            raise UnsupportedModel(
-                f"{self._path}: tensor {name!r} is stored as {quant_type.name}, which cannot be dequantised "
-                "here; use a file in Q4_K, Q8_0 or BF16."
-            ) from None
+            raise self._unreadable(quant_type, name) from None
+
+    def _unreadable(self, quant_type: GGMLQuantizationType, name: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self._path}: tensor {name!r} is stored as {quant_type.name}, which cannot be dequantised "
+            "here; use a file in Q4_K, Q8_0 or BF16."
+        )
+
+
+def _halves_first(num_rows: int, head_rows: int) -> np.ndarray:
+    """Where each row of Hugging Face's order is stored: rotary pairs lie side by side there."""
+    return np.arange(num_rows).reshape(-1, head_rows // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -32,11 +32,14 @@ class ModelShape:
     state_bytes: int = 0  # of one sequence, in all recurrent layers
     recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
+    num_packed: int = 0  # parameters kept in few bits
+    packed_bytes: int = 0  # that those take
+    unpacked_tile_bytes: int = 0  # of them, where many rows are multiplied
     copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * self.dtype_bytes
+        return (self.num_parameters - self.num_packed) * self.dtype_bytes + self.packed_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -157,7 +160,11 @@ class MemoryModel:
         return partial
 
     def _repacking_bytes(self, chunk: int) -> int:
-        return self.shape.largest_matrix * self.shape.dtype_bytes if chunk > 1 else 0
+        if chunk == 1:
+            return 0
+        tile = self.shape.unpacked_tile_bytes
+        matrix = self.shape.largest_matrix * self.shape.dtype_bytes
+        return matrix if not tile else tile + min(tile, matrix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,134 @@
+"""Matrices kept in few bits. A few rows are multiplied with the codes themselves, in C; many with unpacked tiles."""
+
+# T tokens, I inputs, O outputs, B blocks of 16 outputs, G groups of 32 inputs
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.attention.c_library import CKernels, c_kernels
+from penstock.models.groups import Groups
+from penstock.models.packing import GROUP, LANES, Format, matrix_bytes, tile_outputs
+
+# A block holds 16 outputs side by side, a lane each. In eight bits: [pair of inputs, lane, input of the pair]. In
+# four: words of four codes, of four pairs after one another, [four pairs, lane, input of the pair].
+BLOCKS = {
+    Format.INT8: np.dtype([("codes", "i1", (16, LANES, 2)), ("scales", "<f2", LANES)]),
+    Format.INT4: np.dtype([("codes", "<u2", (4, LANES, 2)), ("scales", "<f2", LANES), ("lowest", "<f2", LANES)]),
+}
+MOST_ROWS = 32  # that are multiplied with the codes; unpacking pays for more
+
+
+class _Unpacking(ctypes.Structure):
+    """`struct unpacking` of cpu_packed.c."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("blocks", "ids", "out", "parallel")],
+        *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "is_int4", "num_threads")],
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    format: Format
+    num_outputs: int
+    num_inputs: int
+    bytes: torch.Tensor  # uint8
+
+    @classmethod
+    def empty(cls, packed: Format, num_outputs: int, num_inputs: int) -> PackedMatrix:
+        # Outputs past the last one are zeros.
+        memory = torch.zeros(matrix_bytes(packed, num_outputs, num_inputs), dtype=torch.uint8)
+        return cls(format=packed, num_outputs=num_outputs, num_inputs=num_inputs, bytes=memory)
+
+    def __len__(self) -> int:
+        return self.num_outputs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_outputs, self.num_inputs
+
+    def fill(self, first: int, groups: Groups) -> None:
+        """Rows from `first` on."""
+        outputs = np.arange(first, first + len(groups.scales_NG))
+        blocks, block, lane = self._blocks(), outputs // LANES, outputs % LANES
+        codes = groups.codes_NGI.reshape(*groups.scales_NG.shape, GROUP // 2, 2)
+        if self.format is Format.INT4:
+            four = codes.reshape(*groups.scales_NG.shape, 4, 4, 2).astype(np.uint16)
+            codes = four[..., 0, :] | four[..., 1, :] << 4 | four[..., 2, :] << 8 | four[..., 3, :] << 12
+            assert groups.lowest_NG is not None
+            blocks["lowest"][block, :, lane] = groups.lowest_NG
+        blocks["codes"][block, :, :, lane, :] = codes
+        blocks["scales"][block, :, lane] = groups.scales_NG
+
+    def values(self, outputs: np.ndarray) -> np.ndarray:
+        """Float32 rows."""
+        blocks, block, lane = self._blocks(), outputs // LANES, outputs % LANES
+        codes, lowest = blocks["codes"][block, :, :, lane, :], None
+        if self.format is Format.INT4:
+            codes = np.stack([codes >> shift & 15 for shift in (0, 4, 8, 12)], axis=-2)
+            lowest = blocks["lowest"][block, :, lane]
+        codes = codes.reshape(len(outputs), -1, GROUP)
+        return Groups(codes_NGI=codes, scales_NG=blocks["scales"][block, :, lane], lowest_NG=lowest).values
+
+    def rows(self, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows by their numbers, as embeddings are looked up."""
+        kernels = c_kernels() if dtype == torch.bfloat16 else None
+        if kernels is None:
+            return torch.from_numpy(self.values(ids_T.numpy())).to(dtype)
+        ids_T = ids_T.contiguous()
+        out = torch.empty(len(ids_T), self.num_inputs, dtype=dtype)
+        self._unpack(kernels, kernels.library.penstock_unpack_rows, out, self.bytes.data_ptr(), ids_T.data_ptr())
+        return out
+
+    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(outputs, their rows) for the whole matrix; the memory of one tile serves the next."""
+        step = tile_outputs(self.num_outputs, self.num_inputs)
+        kernels = c_kernels() if dtype == torch.bfloat16 else None
+        block_bytes = matrix_bytes(self.format, LANES, self.num_inputs)
+        for first in range(0, self.num_outputs, step):
+            outputs = slice(first, min(first + step, self.num_outputs))
+            count = outputs.stop - first
+            if kernels is None:
+                yield outputs, torch.from_numpy(self.values(np.arange(first, outputs.stop))).to(dtype)
+                continue
+            tile = torch.empty(count, self.num_inputs, dtype=dtype)
+            start = self.bytes.data_ptr() + first // LANES * block_bytes
+            self._unpack(kernels, kernels.library.penstock_unpack, tile, start, None)
+            yield outputs, tile
+
+    def _blocks(self) -> np.ndarray:
+        return self.bytes.numpy().view(BLOCKS[self.format]).reshape(-1, self.num_inputs // GROUP)
+
+    def _unpack(
+        self, kernels: CKernels, function: ctypes._NamedFuncPointer, out: torch.Tensor, start: int, ids: int | None
+    ) -> None:
+        call = _Unpacking(
+            blocks=start,
+            ids=ids,
+            out=out.data_ptr(),
+            parallel=kernels.parallel,
+            num_rows=len(out),
+            num_inputs=self.num_inputs,
+            is_int4=self.format is Format.INT4,
+            num_threads=torch.get_num_threads(),
+        )
+        function(ctypes.byref(call))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Where a stored tensor goes: outputs [start, end) of a matrix."""
+
+    matrix: PackedMatrix
+    start: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.start, self.matrix.num_inputs

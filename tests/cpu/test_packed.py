@@ -1,0 +1,165 @@
+"""Matrices in few bits: the codes of a GGUF, products with them, and prompts in chunks inside each format."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from logit_recorder import LogitRecorder
+from tiny_models import prompt
+
+from penstock.attention import c_library
+from penstock.errors import InvalidSetting
+from penstock.models.groups import from_gguf, grouped
+from penstock.models.layers import PackedLinear, wide_product
+from penstock.models.packed import PackedMatrix
+from penstock.models.packing import Format
+
+PROMPT = prompt(150)
+EXACT = {Format.INT8: ("Q8_0",), Format.INT4: ("Q4_0", "Q4_1")}
+needs_kernels = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    c_library.use("auto")
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def packed_matrix(packed, num_outputs, num_inputs):
+    matrix = PackedMatrix.empty(packed, num_outputs, num_inputs)
+    matrix.fill(0, grouped(normal(num_outputs, num_inputs), packed))
+    return matrix, torch.from_numpy(matrix.values(np.arange(num_outputs)))
+
+
+@pytest.mark.parametrize(("packed", "stored"), [(packed, name) for packed in EXACT for name in EXACT[packed]])
+def test_codes_of_a_gguf_are_kept_as_they_are(packed, stored):
+    kind = GGMLQuantizationType[stored]
+    blocks = quants.quantize(normal(40, 96), kind)
+    matrix = PackedMatrix.empty(packed, 50, 96)
+    matrix.fill(7, from_gguf(blocks, kind, packed))
+    assert np.array_equal(matrix.values(np.arange(7, 47)), quants.dequantize(blocks, kind))
+    assert not matrix.values(np.arange(7)).any()
+
+
+def test_q4_k_keeps_its_codes_and_rounds_their_scales_to_float16():
+    kind = GGMLQuantizationType.Q4_K
+    blocks = np.random.default_rng(1).integers(0, 256, (6, 2 * GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    blocks.reshape(6, 2, -1)[..., :4] = np.array([0.01, 0.02], "<f2").view(np.uint8)
+    expected = quants.dequantize(blocks, kind)
+    found = from_gguf(blocks, kind, Format.INT4).values
+    assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
+
+
+def test_other_types_take_the_nearest_codes_of_eight_bits():
+    kind = GGMLQuantizationType.Q5_1
+    blocks = quants.quantize(normal(16, 64), kind)
+    expected = quants.dequantize(blocks, kind).reshape(16, -1, 32)
+    found = from_gguf(blocks, kind, Format.INT8).values.reshape(16, -1, 32)
+    assert (np.abs(found - expected) <= 0.51 * np.abs(expected).max(-1, keepdims=True) / 127).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", Format)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 32), (200, 576), (37, 96)])
+def test_a_product_is_of_the_codes_and_a_row_does_not_depend_on_its_neighbours(packed, num_outputs, num_inputs):
+    matrix, values = packed_matrix(packed, num_outputs, num_inputs)
+    bias = torch.from_numpy(normal(num_outputs, seed=1)).bfloat16()
+    rows = torch.from_numpy(normal(32, num_inputs, seed=2)).bfloat16()
+    expected = rows.double() @ values.double().T
+    together = wide_product(rows, matrix)
+    assert (together - expected).abs().max() < 2e-4
+    for count in (1, 2, 3, 4, 7, 8, 9, 17):
+        assert torch.equal(wide_product(rows[:count], matrix), together[:count])
+    out = torch.ones(32, num_outputs, dtype=torch.bfloat16)
+    PackedLinear(matrix=matrix, bias_O=bias).add_to(out, rows)
+    assert (out.double() - (1 + expected + bias.double())).abs().max() <= 2**-8 * (2 + expected.abs().max())
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", Format)
+def test_many_rows_are_multiplied_with_the_matrix_unpacked_tile_by_tile(packed, monkeypatch):
+    monkeypatch.setattr("penstock.models.packing.TILE_VALUES", 48 * 96)
+    matrix, values = packed_matrix(packed, 200, 96)
+    tiles = list(matrix.tiles(torch.bfloat16))
+    assert [outputs.start for outputs, _ in tiles] == [0, 48, 96, 144, 192]
+    assert torch.equal(torch.cat([tile for _, tile in tiles]), values.bfloat16())
+    assert torch.equal(matrix.rows(torch.tensor([3, 199, 16]), torch.bfloat16), values.bfloat16()[[3, 199, 16]])
+    rows = torch.from_numpy(normal(70, 96, seed=2)).bfloat16()
+    expected = rows.double() @ values.bfloat16().double().T
+    linear = PackedLinear(matrix=matrix, bias_O=None)
+    added = torch.ones(70, 200, dtype=torch.bfloat16)
+    linear.add_to(added, rows)
+    assert (linear(rows).double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+    assert (added.double() - 1 - expected).abs().max() <= 2**-8 * (1 + expected.abs().max())
+    assert (wide_product(rows, matrix) - expected).abs().max() < 1e-3
+
+
+def test_without_the_c_kernels_torch_gives_the_same():
+    matrix, values = packed_matrix(Format.INT4, 40, 64)
+    rows = torch.from_numpy(normal(5, 64, seed=2))
+    assert (wide_product(rows, matrix) - rows @ values.T).abs().max() < 1e-4
+    c_library.use("torch")
+    found = wide_product(rows.bfloat16(), matrix)
+    assert (found - rows @ values.T).abs().max() <= 2**-6 * (rows @ values.T).abs().max()
+
+
+def read(engine):
+    recorder = LogitRecorder(engine)
+    output = engine.generate(PROMPT, max_tokens=32, ignore_eos=True)
+    return recorder.all, output.token_ids
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-mha-tied-bias", "gemma3"])
+def test_chunks_equal_the_whole_prompt_inside_each_format(name, quantize, load):
+    plain, _ = read(load(name, chunk_size=0))
+    whole, tokens = read(load(name, chunk_size=0, quantize=quantize))
+    error = (whole[0] - plain[0]).abs().max()
+    assert 1e-3 < error < {"int8": 0.05, "int4": 0.6}[quantize] * plain[0].abs().max(), "packed, and still that model"
+    for chunk_size in (1, 7, 64):
+        logits, found = read(load(name, chunk_size=chunk_size, quantize=quantize))
+        assert (logits - whole).abs().max() <= 1e-4, f"chunk size {chunk_size}"
+        assert found == tokens, f"chunk size {chunk_size}"
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_bfloat16_in_chunks_is_no_further_from_float32_than_the_whole_prompt(quantize, load):
+    exact, _ = read(load("llama", chunk_size=0, quantize=quantize))
+    whole, _ = read(load("llama", chunk_size=0, dtype="bfloat16", quantize=quantize))
+    allowed = 3 * (whole[0] - exact[0]).abs().max()
+    for chunk_size in (1, 7, 64):
+        logits, _ = read(load("llama", chunk_size=chunk_size, dtype="bfloat16", quantize=quantize))
+        assert (logits[0] - exact[0]).abs().max() <= allowed, f"chunk size {chunk_size}"
+
+
+def test_the_memory_model_knows_what_packed_matrices_take(load):
+    shapes = {quantize: load("llama", quantize=quantize).model.memory.shape for quantize in ("none", "int8", "int4")}
+    engine = load("llama", quantize="int4")
+    held = sum(
+        weight.bytes.nbytes if isinstance(weight, PackedMatrix) else weight.nbytes
+        for weight in _weights(engine.model.lane.decoder)
+    )
+    norms = shapes["none"].num_parameters * 4 - sum(
+        weight.nbytes for weight in _weights(load("llama").model.lane.decoder)
+    )
+    assert shapes["int4"].weight_bytes == held + norms
+    assert shapes["int4"].weight_bytes < shapes["int8"].weight_bytes < shapes["none"].weight_bytes
+
+
+def _weights(decoder):
+    yield decoder.embeddings_VM
+    if decoder.head_VM is not decoder.embeddings_VM:
+        yield decoder.head_VM
+    for layer in decoder.layers:
+        for linear in (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down):
+            yield linear.matrix if isinstance(linear, PackedLinear) else linear.weight_OI
+
+
+def test_keep_needs_a_quantized_file(load):
+    with pytest.raises(InvalidSetting, match="needs a GGUF file with quantized weights"):
+        load("llama", quantize="keep")
