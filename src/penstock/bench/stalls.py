@@ -60,23 +60,41 @@ def measure_stalls(settings: StallSettings) -> Iterator[StallResult]:
         yield _measure(engine, settings, "chunking off")
 
 
-def _measure(engine: Engine, settings: StallSettings, name: str) -> StallResult:
-    generator = random.Random(0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What running streams saw of a long prompt, from its arrival to its first token."""
+
+    gaps_s: tuple[float, ...]  # of all streams; one that got nothing has one gap, the whole wait
+    num_written: int
+    num_read: int
+    seconds: float
+
+
+def read_beside(
+    engine: Engine,
+    *,
+    num_streams: int,
+    stream_context: int,
+    prompt_tokens: int,
+    most_seconds: float,
+    generator: random.Random,
+) -> Beside:
     vocabulary = engine.model.spec.vocab_size
 
     def submit(length: int, max_tokens: int) -> int:
         tokens = [generator.randrange(vocabulary) for _ in range(length)]
         return engine.submit(tokens, max_tokens=max_tokens, ignore_eos=True)
 
-    streams = [submit(settings.decode_context, 16_000) for _ in range(settings.num_decodes)]
+    most_written = min(16_000, engine.scheduler.capacity - stream_context)
+    streams = [submit(stream_context, most_written) for _ in range(num_streams)]
     while any(sequence.num_generated < 4 for sequence in engine.scheduler.sequences.values()):
         engine.step()
     arrived_at = now = time.perf_counter()
     last_token_at = dict.fromkeys(streams, arrived_at)
-    long_prompt = submit(settings.prompt_tokens, 1)
+    long_prompt = submit(prompt_tokens, 1)
     gaps: list[float] = []
     num_read = 0
-    while num_read < settings.prompt_tokens and now - arrived_at < settings.most_seconds:
+    while num_read < prompt_tokens and now - arrived_at < most_seconds:
         events = engine.step()
         now = time.perf_counter()
         for event in events:
@@ -86,18 +104,29 @@ def _measure(engine: Engine, settings: StallSettings, name: str) -> StallResult:
             elif isinstance(event, PrefillProgress) and event.request_id == long_prompt:
                 num_read = event.num_computed
     num_written = len(gaps)
-    # A stream that got nothing all the while has one gap: the whole wait.
     gaps += [now - at for at in last_token_at.values() if at == arrived_at]
     for request_id in (*streams, long_prompt):
         engine.abort(request_id)
-    gaps.sort()
+    return Beside(gaps_s=tuple(gaps), num_written=num_written, num_read=num_read, seconds=now - arrived_at)
+
+
+def _measure(engine: Engine, settings: StallSettings, name: str) -> StallResult:
+    beside = read_beside(
+        engine,
+        num_streams=settings.num_decodes,
+        stream_context=settings.decode_context,
+        prompt_tokens=settings.prompt_tokens,
+        most_seconds=settings.most_seconds,
+        generator=random.Random(0),
+    )
+    gaps = sorted(beside.gaps_s)
     return StallResult(
         name=name,
         num_gaps=len(gaps),
         gap_p50_ms=gaps[len(gaps) // 2] * 1e3,
         gap_p99_ms=gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))] * 1e3,
         gap_max_ms=gaps[-1] * 1e3,
-        num_read=num_read,
-        seconds=now - arrived_at,
-        tokens_per_s=(num_read + num_written) / (now - arrived_at),
+        num_read=beside.num_read,
+        seconds=beside.seconds,
+        tokens_per_s=(beside.num_read + beside.num_written) / beside.seconds,
     )

@@ -1,0 +1,88 @@
+"""`ProbeResult`: what a probe measured, sample by sample. Less is better of every quantity."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+Unit = Literal["s", "bytes", "tokens"]
+_UNIT: TypeAdapter[Unit] = TypeAdapter(Unit)
+
+
+class Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Measure(Document):
+    """One quantity of one variant, as often as it was taken."""
+
+    variant: str
+    quantity: str  # ends in its unit: read_s, peak_bytes
+    x: int | None  # where it stands on the probe's axis; None: the probe has none
+    samples: tuple[float, ...]
+    is_compared: bool = True  # with earlier runs; what is only drawn is not
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        return (self.variant, self.quantity, self.x)
+
+    @property
+    def unit(self) -> Unit:
+        return _UNIT.validate_python(self.quantity.rsplit("_", 1)[-1])
+
+    @property
+    def median(self) -> float:
+        return median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """How far the largest sample lies above the smallest, as a share of it."""
+        return max(self.samples) / min(self.samples) - 1 if min(self.samples) > 0 else float("inf")
+
+
+class ProbeResult(Document):
+    name: str
+    axis: str | None  # what `x` counts
+    seed: int
+    seconds: float
+    yardstick_s: tuple[float, ...]  # fixed work, timed between the samples: how fast the machine itself was
+    measures: tuple[Measure, ...]
+
+    def measure(self, variant: str, quantity: str, x: int | None = None) -> Measure:
+        return next(measure for measure in self.measures if measure.key == (variant, quantity, x))
+
+    def series(self, variant: str, quantity: str) -> list[Measure]:
+        """Along the axis."""
+        found = [m for m in self.measures if (m.variant, m.quantity) == (variant, quantity)]
+        return sorted(found, key=lambda measure: measure.x or 0)
+
+    def variants(self, quantity: str) -> list[str]:
+        return list(dict.fromkeys(m.variant for m in self.measures if m.quantity == quantity))
+
+
+class Samples:
+    """Samples as they come in, in whatever order the variants are interleaved."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[str, str, int | None], list[float]] = {}
+        self._only_drawn: set[str] = set()
+
+    def note(self, variant: str, quantity: str, value: float, x: int | None = None) -> None:
+        self._samples.setdefault((variant, quantity, x), []).append(value)
+
+    def only_draw(self, quantity: str) -> None:
+        self._only_drawn.add(quantity)
+
+    def measures(self) -> tuple[Measure, ...]:
+        return tuple(
+            Measure(
+                variant=variant,
+                quantity=quantity,
+                x=x,
+                samples=tuple(samples),
+                is_compared=quantity not in self._only_drawn,
+            )
+            for (variant, quantity, x), samples in self._samples.items()
+        )

@@ -1,0 +1,47 @@
+"""Readers in processes of their own: the same question to each, and the same answer from those with equal weights."""
+
+import pytest
+from tiny_models import prompt
+
+from penstock.bench.peers import PeerFailed, Reader, own_settings, peer_settings
+from penstock.errors import InvalidSetting
+
+
+@pytest.fixture(scope="module")
+def readings(tiny):
+    folder = str(tiny("llama")[0])
+    own = own_settings("penstock", folder, context=400, chunk_size=7, dtype="float32", threads=1)
+    peers = peer_settings(["transformers"], folder, context=400, dtype="float32", threads=1)
+    found = {}
+    for settings in (own, *peers):
+        with Reader(settings) as reader:
+            found[settings.name] = (reader.loaded, [reader.read(prompt(n), 6) for n in (90, 300)])
+    return found
+
+
+def test_readers_with_equal_weights_write_equal_tokens(readings):
+    assert set(readings) == {"penstock", "transformers, whole", "transformers, chunks of 512"}
+    written = {tuple(reading.token_ids for reading in of_two) for _, of_two in readings.values()}
+    assert len(written) == 1
+    assert all(len(tokens) == 6 for tokens in written.pop())
+
+
+def test_times_and_peaks_are_those_of_the_process(readings):
+    for loaded, of_two in readings.values():
+        assert 0 < loaded.loaded_bytes <= loaded.load_peak_bytes
+        for reading in of_two:
+            assert 0 < reading.read_s < 60
+            assert reading.written_tokens_per_s > 0
+            assert reading.peak_bytes > 100e6  # Python and torch alone
+
+
+def test_a_reader_that_cannot_begin_says_why(tmp_path):
+    with pytest.raises(PeerFailed, match=r"penstock failed: .*config\.json"):
+        Reader(own_settings("penstock", str(tmp_path), context=64, chunk_size=None))
+
+
+def test_what_a_peer_cannot_do_is_refused(tiny):
+    with pytest.raises(InvalidSetting, match="'vllm'"):
+        peer_settings(["vllm"], "smollm2", context=64)
+    with pytest.raises(InvalidSetting, match="GGUF"):
+        peer_settings(["llama.cpp"], str(tiny("llama")[0]), context=64)
