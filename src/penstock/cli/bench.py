@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ EXIT_CHECK_FAILED = 1
 SCENARIO_NAMES = ("beside-64k", "questions", "bursts", "day")
 COST_NAMES = ("h200", "cpu")
 MOST_US_AT_256 = 1_000.0
-PIPE_COLUMNS = 150
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
@@ -171,11 +169,10 @@ def _schedule(
     from penstock.bench.costs import MACHINES
     from penstock.bench.report import Case, Check, Report, all_cases, check_all, check_lone_question
     from penstock.bench.workloads import SCENARIOS, SIZES
+    from penstock.cli.terminal import report_console
     from penstock.plan.machine import num_physical_cores
 
-    # A table in a file or a pipe is not cut to the width of a terminal that is not there.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS
-    out, progress = Console(highlight=False, width=width), Console(stderr=True, highlight=False)
+    out, progress = report_console(), Console(stderr=True, highlight=False)
     runs: list[Summary] = []
     checks: list[Check] = []
     titles: dict[str, str] = {}

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.report import PlanReport
+from penstock.cli.terminal import report_console
 from penstock.engine.planning import ModelPlan
 
 BAR_WIDTH = 40
@@ -17,7 +18,7 @@ def show_plan(plan: ModelPlan, *, as_json: bool) -> None:
     if as_json:
         print(PlanReport.of(plan).to_json())
         return
-    console = Console(highlight=False)
+    console = report_console()
     prompt = plan.prompt
     packed = {"none": "", "keep": ", packed"}.get(plan.quantize, f", {plan.quantize}")
     table = Table(title=f"{plan.model} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", title_justify="left")

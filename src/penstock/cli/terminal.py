@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.request import PrefillProgress
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
 MB = 1e6
+PIPE_COLUMNS = 200
 
 
 class Interrupt:
@@ -74,6 +76,11 @@ class ReadingBar:
         if self._task is not None:
             self._progress.stop()
             self._task = None
+
+
+def report_console() -> Console:
+    """For tables and findings: in a file or a pipe no number is cut to the width of a terminal that is not there."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def ask_user(console: Console) -> str:
