@@ -65,3 +65,9 @@ def test_the_command_says_what_is_missing():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--random-weights" in done.stderr
+
+
+def test_random_weights_can_be_packed():
+    with random_engine(SHAPE, quantize="int8", context=100, memory="4GiB", threads=1) as engine:
+        assert len(engine.generate([1, 2, 3], max_tokens=3, ignore_eos=True).token_ids) == 3
+        assert engine.model.memory.shape.weight_bytes < 250_000

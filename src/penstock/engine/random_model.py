@@ -18,7 +18,10 @@ from penstock.engine.loading import load_native
 from penstock.engine.planning import require_device
 from penstock.lanes.lane import pick_lane
 from penstock.models.files import resolve
+from penstock.models.groups import grouped
+from penstock.models.packed import PackedRows
 
+SPREAD = 0.02  # of the values of a matrix
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -53,7 +56,11 @@ class RandomWeights:
         if "norm" in name:
             destination.fill_(1.0)
         else:
-            destination.normal_(0.0, 0.02)
+            destination.normal_(0.0, SPREAD)
+
+    def pack_into(self, destination: PackedRows, name: str) -> None:
+        values = torch.empty(destination.shape).normal_(0.0, SPREAD)
+        destination.matrix.fill(destination.start, grouped(values.numpy(), destination.matrix.format))
 
 
 def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:
