@@ -67,6 +67,11 @@ class EngineConfig:
     prefix_cache: bool = True
     max_checkpoints: int = 32  # of recurrent state, for prefixes that come again
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Of a step; 0: no limit."""
+        return self.max_chunk_size if self.chunk_size is None else self.chunk_size
+
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 0:
             raise InvalidSetting(f"Chunk size is {self.chunk_size}; it must be 0 (whole prompt), 1 or more, or auto.")

@@ -465,10 +465,9 @@ def test_parts_and_images_that_cannot_be_read_are_refused(load, tmp_path):
 
 
 def test_an_image_that_the_encoder_has_no_memory_for_is_refused(load):
-    engine = load("llava")
-    lane = engine.model.lane
-    lane.encoder_bytes = 1000
-    engine.model = dataclasses.replace(engine.model, budget_bytes=0)
+    loaded = load("llava")
+    loaded.model.lane.encoder_bytes = 1000
+    engine = Engine(dataclasses.replace(loaded.model, budget_bytes=0), loaded.config)
     with pytest.raises(MemoryTooSmall, match=r"Encoding image 1 \(16 patches\) takes"):
         answer(engine)
 

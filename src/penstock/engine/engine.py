@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,22 @@ from typing import Any
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
-from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config, parse_chunk_size
+from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
 from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
 from penstock.engine.grammar import Grammars
 from penstock.engine.held_memory import HeldMemory, is_out_of_memory
+from penstock.engine.intake import Intake, Prompt
 from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
-from penstock.engine.media_prompts import refuse_media
-from penstock.engine.prompts import Message, PromptReader
 from penstock.engine.recording import taken, trace_head
 from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
-from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError, PromptTooLong
+from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
 from penstock.lanes.lane import LaneFacts
-from penstock.lanes.media import MediaPrompt
-from penstock.lanes.media_intake import PromptLimits
 from penstock.lanes.native import NativeTextLane
-from penstock.plan.prompt_plan import PromptPlan, plan_prompt
+from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
 from penstock.request import (
     ChunkRecord,
@@ -41,7 +38,6 @@ from penstock.request import (
     FinishReason,
     Output,
     PrefillProgress,
-    Request,
     SamplingParams,
     Span,
     StepPlan,
@@ -54,8 +50,6 @@ from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
 
 Event = PrefillProgress | Token | Failed | Finished
-# A text, token ids, chat messages, or a feed that is still being read.
-Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
 GPU_MULTIPLE = 64  # tokens of a step that a latency target cuts
 
 
@@ -98,7 +92,7 @@ class Engine:
                 reads_whole=model.lane.facts.reads_whole,
             ),
             budget=TokenBudget(
-                ceiling=_ceiling(config),
+                ceiling=config.most_prompt_tokens,
                 floor=config.floor,
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
                 multiple=GPU_MULTIPLE if model.device.type == "cuda" else 1,
@@ -110,13 +104,8 @@ class Engine:
             peak_estimate=self._peak_estimate,
             states=self.states,
         )
-        self.prompts = PromptReader(
-            tokenizer=model.tokenizer,
-            template=model.chat_template,
-            needs_length=model.spec.depends_on_prompt_length or config.strict or model.lane.facts.reads_whole,
-            refuse_too_long=self._refuse_too_long,
-            capacity=self.scheduler.capacity,
-        )
+        self._intake = Intake(model, config, self.scheduler)
+        self.prompts = self._intake.prompts
         self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
         self._held = HeldMemory(model.device, memory.runtime_bytes)
@@ -179,7 +168,7 @@ class Engine:
             if self._trace_path is not None:
                 self.trace().write(self._trace_path)
         finally:
-            del self.model, self._runner, self.prompts
+            del self.model, self._runner, self._intake, self.prompts
             return_freed_memory()
 
     def __enter__(self) -> Engine:
@@ -203,32 +192,8 @@ class Engine:
 
         `chunk_size`: of the request; None: the engine's.
         """
-        model = self.model
-        config, own_adjustments = self._config_of(chunk_size)
-        source, capacity = model.source, self.scheduler.capacity
-        plan = plan_prompt(
-            model.memory,
-            prompt_tokens,
-            config,
-            model.budget_bytes,
-            capacity if source is None else min(capacity, source.max_source),
-            is_source=source is not None,
-            is_whole=self.lane.reads_whole,
-            atomic=atomic_spans,
-        )
-        return dataclasses.replace(plan, adjustments=(*self.adjustments, *own_adjustments, *plan.adjustments))
-
-    def _config_of(self, chunk_size: int | str | None) -> tuple[EngineConfig, tuple[str, ...]]:
-        """(the settings that a request with that chunk size runs under, what had to be changed)."""
-        if chunk_size is None:
-            return self.config, ()
-        asked = dataclasses.replace(self.config, chunk_size=parse_chunk_size(chunk_size))
-        if not self.lane.reads_whole or asked.chunk_size == 0:
-            return asked, ()
-        message = f"chunk size {chunk_size} is the whole prompt: {self.lane.reason}"
-        if self.config.strict:
-            raise InvalidSetting(f"--strict: {message}. Leave the chunk size out.")
-        return self.config, (message,)
+        plan = self._intake.plan(prompt_tokens, atomic_spans, chunk_size=chunk_size)
+        return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))
 
     def generate(self, prompt: Prompt, **sampling: Any) -> Output:
         for event in self.stream(prompt, **sampling):
@@ -294,52 +259,18 @@ class Engine:
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
-        config, _ = self._config_of(chunk_size)
         params = SamplingParams.of(sampling)
-        self._refuse_impossible(params)
-        if isinstance(prompt, TokenFeed) and (self.model.source is not None or self.model.media is not None):
-            prompt = prompt.take_all(self._refuse_too_long)
-        media = self._media_prompt(prompt, images)
-        feed = prompt if isinstance(prompt, TokenFeed) else None
-        if media is not None:
-            tokens = tuple(media.input_ids[0].tolist())
-        else:
-            tokens = () if isinstance(prompt, TokenFeed) else tuple(self._encode(prompt))
-        if feed is None and not tokens:
-            raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
-        num_tokens = len(tokens) if feed is None else feed.num_total or 0
-        has_images = media is not None and (media.features is not None or media.encoding is not None)
-        if has_images and params.prompt_logprobs is not None:
-            raise InvalidSetting("The tokens of an image have no log-probabilities. Leave prompt_logprobs out.")
-        atomic_spans = () if media is None else media.atomic
-        if self.config.strict and num_tokens:
-            self.plan(num_tokens, atomic_spans, chunk_size=chunk_size)  # refuses before any work
-        self._refuse_past_spans(atomic_spans)
-        source = None
-        if self.model.source is not None:
-            self._refuse_too_long(num_tokens)
-            if params.prompt_logprobs is not None:
-                raise InvalidSetting("An encoder gives its source no log-probabilities. Leave prompt_logprobs out.")
-            tokens, source = self.model.source.prompt(tokens, self._start_tokens(answer_start))
-        elif answer_start:
-            raise InvalidSetting("answer_start is for encoder-decoder models. Give it as part of the prompt.")
-        if self.lane.reads_whole:
-            self._refuse_past_whole(num_tokens)
-        is_ready = media is None or media.encoding is None  # else its tokens follow when its images are encoded
-        request = Request(
-            id=self._next_id,
-            prompt=tokens if is_ready else (),
-            sampling=params,
-            arrived_at=time.perf_counter(),
-            prompt_is_complete=feed is None and is_ready,
-            rotary=self.model.spec.rotary_variant(num_tokens),
+        arrival = self._intake.take(
+            self._next_id,
+            prompt,
+            params,
+            images=images,
+            answer_start=answer_start,
+            chunk_size=chunk_size,
             priority=priority,
-            deadline_at=None if deadline_s is None else time.perf_counter() + deadline_s,
-            source=source,
-            atomic_spans=atomic_spans,
-            chunk_size=None if chunk_size is None else _ceiling(config),
-            num_announced=num_tokens if source is None else 0,
+            deadline_s=deadline_s,
         )
+        request, feed = arrival.request, arrival.feed
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self.scheduler.submit(request)
         self._next_id += 1
@@ -350,7 +281,7 @@ class Engine:
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
             held=self._held,
-            media=media,
+            media=arrival.media,
         )
         self._expect_media(request.id)
         if self.recorder is not None:
@@ -469,62 +400,10 @@ class Engine:
             return self.model.media.chat_feed(parts, system=system)
         return self.prompts.chat_feed(parts, system=system)
 
-    def _encode(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.prompts.text_tokens(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            messages = [item for item in prompt if isinstance(item, Mapping)]
-            if len(messages) == len(prompt):
-                return self.prompts.message_tokens(messages)
-        size = self.model.spec.vocab_size
-        tokens = [item for item in prompt if isinstance(item, int) and 0 <= item < size]
-        if len(tokens) < len(prompt):
-            wrong = next(item for item in prompt if item not in tokens)
-            raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {size - 1}.")
-        return tokens
-
-    def _refuse_impossible(self, params: SamplingParams) -> None:
-        if params.pooling is not None and not self.lane.gives_hidden:
-            raise InvalidSetting(f"The lane {self.lane.id} gives no hidden states, so that no embedding can be made.")
-        limit = self.model.spec.vocab_size - 1
-        if wrong := next((token for token, _ in params.logit_bias if not 0 <= token <= limit), None):
-            raise InvalidSetting(f"logit_bias names token {wrong}; token ids are whole numbers from 0 to {limit}.")
-
-    def _start_tokens(self, answer_start: str | Sequence[int]) -> list[int]:
-        if isinstance(answer_start, str):
-            return self.tokenizer.encode(answer_start, add_special_tokens=False)
-        return self._encode(answer_start)
-
-    def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
-        """The prompt as the lane reads it, where that reads images; they are encoded in the steps before it is read."""
-        reader = self.model.media
-        if reader is None:
-            refuse_media(prompt, images, self.lane.id)
-            return None
-        free_bytes = self.model.budget_bytes - self.model.memory.fixed_bytes(self.scheduler.resident_tokens)
-        limits = PromptLimits(refuse_too_long=self._refuse_too_long, free_bytes=free_bytes)
-        read = reader.read(prompt, images, limits)
-        if isinstance(read, MediaPrompt):
-            return read
-        tokens = self._encode(read)
-        return reader.lane.text_prompt(tokens) if tokens else None
-
     def _expect_media(self, request_id: int) -> None:
         media, reader = self._active[request_id].media, self.model.media
         if media is not None and reader is not None:
             reader.lane.expect(request_id, media)
-
-    def _refuse_past_spans(self, spans: Sequence[Span]) -> None:
-        """An image that sees itself is read in one piece, which has to fit."""
-        for span in spans:
-            num_tokens = span.end - span.start
-            budget = self.model.budget_bytes
-            allowed = self.model.memory.largest_chunk(start=span.start, budget_bytes=budget, upper=num_tokens)
-            if allowed < num_tokens:
-                raise PromptTooLong(
-                    f"Tokens {span.start} to {span.end} are an image that is read in one piece of {num_tokens}; the "
-                    f"memory budget allows {allowed}. Scale it down or raise --memory."
-                )
 
     def _encode_images(self) -> None:
         """One call of an encoder per step, so that running streams wait for no more than that."""
@@ -599,11 +478,6 @@ class Engine:
             return num_tokens - request.source.num_positions >= limit
         return request.num_slots(num_tokens) >= self.scheduler.capacity
 
-    def _refuse_too_long(self, num_tokens: int) -> None:
-        if self.model.source is not None:
-            self.model.source.refuse_too_long(num_tokens)
-        self.scheduler.refuse_too_long(num_tokens)
-
     def _record(self, plan: StepPlan, result: StepResult, started_at: float) -> None:
         """Times and progress of the step's chunks, read from the plan and the result."""
         now = started_at + result.elapsed_s
@@ -667,18 +541,3 @@ class Engine:
     @property
     def _resident_states(self) -> int:
         return self.states.high_water if self.states is not None else 0
-
-    def _refuse_past_whole(self, num_tokens: int) -> None:
-        """A prompt that must be read whole has to fit whole."""
-        self.scheduler.refuse_too_long(num_tokens)
-        allowed = self.model.memory.largest_chunk(start=0, budget_bytes=self.model.budget_bytes, upper=num_tokens)
-        if allowed < num_tokens:
-            raise PromptTooLong(
-                f"The prompt has {num_tokens} tokens and this model must read it whole ({self.lane.reason}); the "
-                f"memory budget allows {allowed}. Shorten it or raise --memory."
-            )
-
-
-def _ceiling(config: EngineConfig) -> int:
-    """The most prompt tokens of a step; 0: no limit."""
-    return config.max_chunk_size if config.chunk_size is None else config.chunk_size
