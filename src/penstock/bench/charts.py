@@ -1,4 +1,4 @@
-"""Charts of what probes measured: axes from zero, lines named where they end."""
+"""Charts of what probes measured: axes from zero, every sample a dot."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.plot import pyplot
-from penstock.bench.samples import Measure, ProbeResult
+from penstock.bench.samples import ProbeResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MB = 1e6
-COLORS = ("#1f6f8b", "#b3432b", "#5a8f29", "#7a5195", "#c98a1b", "#555555")
-NUM_TICKS_WITH_ROOM = 6
+COLORS = ("#1f6f8b", "#b3432b", "#5a8f29", "#7a5195")
+DASHES = ("-", "--", ":")
 
 
 def draw(results: Sequence[ProbeResult], folder: Path, *, title: str) -> list[Path]:
@@ -30,8 +30,7 @@ def draw(results: Sequence[ProbeResult], folder: Path, *, title: str) -> list[Pa
 
 def memory_chart(result: ProbeResult, title: str, path: Path) -> None:
     figure, axis = _figure()
-    for color, variant in zip(COLORS, result.variants("peak_bytes"), strict=False):
-        _line(axis, result.series(variant, "peak_bytes"), scale=1 / MB, color=color, label=variant)
+    _lines(axis, result, "peak_bytes", scale=1 / MB)
     axis.set_title(f"Peak memory of the process against prompt length\n{title}", fontsize=11)
     axis.set_xlabel("prompt (tokens)")
     axis.set_ylabel("peak resident memory (MB)")
@@ -43,8 +42,7 @@ def memory_chart(result: ProbeResult, title: str, path: Path) -> None:
 def scaling_chart(result: ProbeResult, title: str, path: Path) -> None:
     quantity = result.measures[0].quantity
     figure, axis = _figure()
-    for color, variant in zip(COLORS, result.variants(quantity), strict=False):
-        _line(axis, result.series(variant, quantity), scale=1.0, color=color, label=variant)
+    _lines(axis, result, quantity, scale=1.0)
     verb, noun = ("read", "prompt") if quantity == "read_s" else ("write", "answer")
     axis.set_title(f"Time to {verb} against the length of the {noun}\n{title}", fontsize=11)
     axis.set_xlabel(f"{noun} (tokens)")
@@ -87,12 +85,12 @@ def chunk_chart(result: ProbeResult, title: str, path: Path) -> None:
 
 
 def gaps_chart(result: ProbeResult, title: str, path: Path) -> None:
-    """The longest gap decides whether a stream stalls; half of the gaps are shorter than the middle one."""
+    """The longest gap decides whether a stream stalls; half of the gaps are shorter than the median."""
     plt = pyplot()
     variants = result.variants("gap_s")
     figure, axis = plt.subplots(figsize=(7.2, 1.6 + 0.9 * len(variants)), layout="constrained")
     height = 0.25
-    marks: tuple[tuple[str, float], ...] = (("middle gap", 0.5), ("99 of 100 are shorter", 0.99), ("longest", 1.0))
+    marks: tuple[tuple[str, float], ...] = (("median gap", 0.5), ("99 of 100 are shorter", 0.99), ("longest", 1.0))
     for row, (name, share) in enumerate(marks):
         values = [_quantile(result.measure(variant, "gap_s").samples, share) * 1e3 for variant in variants]
         places = [index + (row - 1) * height for index in range(len(variants))]
@@ -106,7 +104,8 @@ def gaps_chart(result: ProbeResult, title: str, path: Path) -> None:
     axis.set_xlim(0, axis.get_xlim()[1] * 1.1)
     axis.set_xlabel("gap between two tokens of a running stream (ms)")
     axis.set_title(f"Gaps of running streams while a long prompt is read beside them\n{title}", fontsize=11)
-    axis.legend(loc="center right", fontsize=9)
+    axis.legend(loc="upper right", fontsize=9)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     figure.savefig(path, dpi=130)
@@ -115,13 +114,12 @@ def gaps_chart(result: ProbeResult, title: str, path: Path) -> None:
 
 def chat_chart(result: ProbeResult, title: str, path: Path) -> None:
     figure, axis = _figure()
-    for color, variant in zip(COLORS, result.variants("ttft_s"), strict=False):
-        _line(axis, result.series(variant, "ttft_s"), scale=1.0, color=color, label=variant)
+    _lines(axis, result, "ttft_s", scale=1.0)
     axis.set_title(f"Time to first token in a conversation that grows\n{title}", fontsize=11)
     axis.set_xlabel("turn")
     axis.set_ylabel("time to first token (s)")
     turns = [m.x or 0 for m in result.series("prefix kept", "ttft_s")]
-    _finish(figure, axis, path, xticks=turns[:: max(1, len(turns) // 10)])
+    _finish(figure, axis, path, xticks=turns)
 
 
 CHARTS: dict[str, Callable[[ProbeResult, str, Path], None]] = {
@@ -138,24 +136,41 @@ def _figure() -> tuple[Any, Axes]:
     return pyplot().subplots(figsize=(7.2, 4.6), layout="constrained")
 
 
-def _line(axis: Axes, measures: list[Measure], *, scale: float, color: str, label: str) -> None:
-    """Medians as a line, every sample as a dot."""
-    axis.plot([m.x for m in measures], [m.median * scale for m in measures], color=color, linewidth=1.6, label=label)
-    for measure in measures:
-        samples = [sample * scale for sample in measure.samples]
-        axis.plot([measure.x] * len(samples), samples, ".", color=color, markersize=5)
+def _lines(axis: Axes, result: ProbeResult, quantity: str, *, scale: float) -> None:
+    """Medians as lines, samples as dots. A library has one color, its ways to read have dashes of their own."""
+    ways: dict[str, int] = {}
+    for variant in result.variants(quantity):
+        library = variant.partition(",")[0]
+        way = ways[library] = ways.get(library, -1) + 1
+        color, measures = COLORS[list(ways).index(library) % len(COLORS)], result.series(variant, quantity)
+        medians = [measure.median * scale for measure in measures]
+        axis.plot(
+            [m.x for m in measures], medians, DASHES[way % len(DASHES)], color=color, linewidth=1.6, label=variant
+        )
+        for measure in measures:
+            samples = [sample * scale for sample in measure.samples]
+            axis.plot([measure.x] * len(samples), samples, ".", color=color, markersize=5)
 
 
 def _finish(figure: Any, axis: Axes, path: Path, *, xticks: list[int]) -> None:
     axis.set_xlim(0, None)
     axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
-    far_apart = [tick for tick in xticks if tick >= max(xticks) / 20]
-    axis.set_xticks([0, *far_apart], [f"{tick:,}" for tick in (0, *far_apart)])
+    ticks = _far_apart([0, *xticks])
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.grid(alpha=0.3)
-    axis.legend(loc="upper left", fontsize=9)
+    axis.legend(loc="best", fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot().close(figure)
+
+
+def _far_apart(ticks: Sequence[int]) -> list[int]:
+    """From the largest down, those whose labels do not touch."""
+    kept: list[int] = []
+    for tick in sorted(set(ticks), reverse=True):
+        if not kept or kept[-1] - tick >= max(ticks) / 10:
+            kept.append(tick)
+    return kept
 
 
 def _quantile(samples: Sequence[float], share: float) -> float:

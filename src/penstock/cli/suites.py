@@ -128,7 +128,7 @@ def _show(out: Console, result: ProbeResult) -> None:
         table.add_row(
             measure.variant,
             measure.quantity.rsplit("_", 1)[0].replace("_", " "),
-            "" if measure.x is None else f"{measure.x:,}",
+            "whole" if measure.x == 0 else "" if measure.x is None else f"{measure.x:,}",
             *(_amount(measure, value) for value in (measure.median, min(samples), max(samples))),
             str(len(samples)),
         )
