@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.bench.charts import CHARTS, draw
+from penstock.bench.ledger import BenchRun, Fingerprint
 from penstock.bench.probes import PROBES
 from penstock.bench.samples import Measure, ProbeResult
 from penstock.bench.suites import QUICK, compare_twice, run_suite, suite_names
@@ -97,7 +98,7 @@ def test_an_unknown_peer_is_refused_before_anything_is_measured(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def result_of(name):
+def run_of(name):
     """Plausible samples in the shape of the probe."""
     shapes = {
         "memory": [(variant, "peak_bytes", x) for variant in ("penstock, whole", "peer") for x in (1024, 16384)],
@@ -113,7 +114,18 @@ def result_of(name):
         Measure(variant=variant, quantity=quantity, x=x, samples=(1.0, 1.2, 1.5))
         for variant, quantity, x in shapes[name]
     )
-    return ProbeResult(name=name, axis=None, seed=0, seconds=1.0, yardstick_s=(1.0,), measures=measures)
+    result = ProbeResult(name=name, axis=None, seed=0, seconds=1.0, yardstick_s=(1.0,), measures=measures)
+    return BenchRun(
+        suite=name,
+        started_at="2026-01-01T00:00:00+00:00",
+        seconds=1.0,
+        fingerprint=Fingerprint.of_this_machine(),
+        versions={},
+        model_identity="m",
+        settings=BenchSettings(),
+        sizes=SIZES,
+        probes=(result,),
+    )
 
 
 @pytest.mark.parametrize("name", CHARTS)
@@ -122,7 +134,7 @@ def test_charts_begin_at_zero(name, tmp_path, monkeypatch):
 
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
-    (path,) = draw([result_of(name)], tmp_path, title="a test")
+    (path,) = draw(run_of(name), tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
     for axis in figures[0].axes:
         assert axis.get_ylabel() or name == "concurrency"

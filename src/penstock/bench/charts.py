@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.bench.ledger import BenchRun
 from penstock.bench.plot import pyplot
 from penstock.bench.samples import ProbeResult
 
@@ -17,21 +18,34 @@ COLORS = ("#1f6f8b", "#b3432b", "#5a8f29", "#7a5195")
 DASHES = ("-", "--", ":")
 
 
-def draw(results: Sequence[ProbeResult], folder: Path, *, title: str) -> list[Path]:
-    """One PNG for each result that has a chart; `title` says what was measured, and where."""
+def draw(run: BenchRun, folder: Path) -> list[Path]:
+    """One PNG for each probe that has a chart."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for result in results:
+    for result in run.probes:
         if result.name in CHARTS:
             paths.append(folder / f"{result.name}.png")
-            CHARTS[result.name](result, title, paths[-1])
+            CHARTS[result.name](result, _subtitle(run, result.name), paths[-1])
     return paths
 
 
-def memory_chart(result: ProbeResult, title: str, path: Path) -> None:
+def _subtitle(run: BenchRun, probe: str) -> str:
+    """What was measured, and where."""
+    sizes, machine = run.sizes, run.fingerprint
+    work = {
+        "chunk-sweep": f"{sizes.sweep_tokens:,} tokens; ",
+        "concurrency": f"{sizes.beside_tokens:,} tokens beside {sizes.num_streams} streams; ",
+        "chat-growth": f"{sizes.turn_tokens + sizes.answer_tokens} tokens more in each turn; ",
+    }
+    place = machine.gpus[0] if machine.gpus and run.settings.device != "cpu" else machine.processor
+    threads = run.settings.threads or machine.num_cores
+    return f"{work.get(probe, '')}{Path(run.settings.model).name}, {place}, {threads} threads"
+
+
+def memory_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     figure, axis = _figure()
     _lines(axis, result, "peak_bytes", scale=1 / MB)
-    axis.set_title(f"Peak memory of the process against prompt length\n{title}", fontsize=11)
+    axis.set_title(f"Peak memory of the process against prompt length\n{subtitle}", fontsize=11)
     axis.set_xlabel("prompt (tokens)")
     axis.set_ylabel("peak resident memory (MB)")
     _finish(
@@ -39,18 +53,18 @@ def memory_chart(result: ProbeResult, title: str, path: Path) -> None:
     )
 
 
-def scaling_chart(result: ProbeResult, title: str, path: Path) -> None:
+def scaling_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     quantity = result.measures[0].quantity
     figure, axis = _figure()
     _lines(axis, result, quantity, scale=1.0)
     verb, noun = ("read", "prompt") if quantity == "read_s" else ("write", "answer")
-    axis.set_title(f"Time to {verb} against the length of the {noun}\n{title}", fontsize=11)
+    axis.set_title(f"Time to {verb} against the length of the {noun}\n{subtitle}", fontsize=11)
     axis.set_xlabel(f"{noun} (tokens)")
     axis.set_ylabel(f"time to {verb} it (s)")
     _finish(figure, axis, path, xticks=[m.x or 0 for m in result.series(result.variants(quantity)[0], quantity)])
 
 
-def chunk_chart(result: ProbeResult, title: str, path: Path) -> None:
+def chunk_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     """Time and peak, one below the other, over the same sizes; the whole prompt stands at the end."""
     plt = pyplot()
     figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 6.4), sharex=True, layout="constrained")
@@ -79,12 +93,12 @@ def chunk_chart(result: ProbeResult, title: str, path: Path) -> None:
         axis.set_axisbelow(True)
         below.set_xticks(places, [f"{m.x:,}" if m.x else "whole prompt" for m in measures])
     below.set_xlabel("chunk size (tokens)")
-    above.set_title(f"One prompt, read in chunks of several sizes\n{title}", fontsize=11)
+    above.set_title(f"One prompt, read in chunks of several sizes\n{subtitle}", fontsize=11)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def gaps_chart(result: ProbeResult, title: str, path: Path) -> None:
+def gaps_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     """The longest gap decides whether a stream stalls; half of the gaps are shorter than the median."""
     plt = pyplot()
     variants = result.variants("gap_s")
@@ -103,7 +117,7 @@ def gaps_chart(result: ProbeResult, title: str, path: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, axis.get_xlim()[1] * 1.1)
     axis.set_xlabel("gap between two tokens of a running stream (ms)")
-    axis.set_title(f"Gaps of running streams while a long prompt is read beside them\n{title}", fontsize=11)
+    axis.set_title(f"Gaps of running streams while a long prompt is read beside them\n{subtitle}", fontsize=11)
     axis.legend(loc="upper right", fontsize=9)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.grid(axis="x", alpha=0.3)
@@ -112,10 +126,10 @@ def gaps_chart(result: ProbeResult, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def chat_chart(result: ProbeResult, title: str, path: Path) -> None:
+def chat_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     figure, axis = _figure()
     _lines(axis, result, "ttft_s", scale=1.0)
-    axis.set_title(f"Time to first token in a conversation that grows\n{title}", fontsize=11)
+    axis.set_title(f"Time to first token in a conversation that grows\n{subtitle}", fontsize=11)
     axis.set_xlabel("turn")
     axis.set_ylabel("time to first token (s)")
     turns = [m.x or 0 for m in result.series("prefix kept", "ttft_s")]

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.bench.changes import BenchReport
-    from penstock.bench.ledger import BenchRun
     from penstock.bench.samples import Measure, ProbeResult
     from penstock.bench.workbench import BenchSettings
 
@@ -100,19 +99,12 @@ def _run(suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path
     if plot is not None:
         from penstock.bench.charts import draw
 
-        for path in draw(report.run.probes, plot, title=_title(report.run)):
+        for path in draw(report.run, plot):
             out.print(f"drawn: {path}")
     _show_changes(out, report, ledger.path(report.run.fingerprint))
     if as_json:
         print(report.model_dump_json(indent=2))
     return EXIT_WORSE if report.is_worse else 0
-
-
-def _title(run: BenchRun) -> str:
-    machine = run.fingerprint
-    place = machine.gpus[0] if machine.gpus and run.settings.device != "cpu" else machine.processor
-    threads = run.settings.threads or machine.num_cores
-    return f"{Path(run.settings.model).name}, {place}, {threads} threads"
 
 
 def _show(out: Console, result: ProbeResult) -> None:
