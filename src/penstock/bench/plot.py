@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.bench.report import TARGETS_S, Summary
 from penstock.config import PrefillPriority
@@ -28,17 +28,11 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
     """One panel per scenario and machine, axes from zero."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise InvalidSetting(f"--plot is {str(path)!r}; the file must end in .png or .svg.")
-    try:
-        import matplotlib
-    except ImportError:
-        raise InvalidSetting("--plot needs matplotlib. Install it with: pip install 'penstock[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     panels = list(dict.fromkeys((s.machine, s.scenario) for s in summaries))
     num_columns = min(2, len(panels))
     num_rows = -(-len(panels) // num_columns)
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         num_rows, num_columns, figsize=(6.8 * num_columns, 4.6 * num_rows), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(panels) :]:
@@ -52,7 +46,19 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
     for axis, points in zip(axes.flat, drawn, strict=False):
         _label(axis, points)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
+    """The part of matplotlib that draws, without a screen."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise InvalidSetting("--plot needs matplotlib. Install it with: pip install 'penstock[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as drawing
+
+    return drawing
 
 
 def _panel(axis: Axes, summaries: list[Summary]) -> Points:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import Literal
 
@@ -38,8 +39,11 @@ class Measure(Document):
 
     @property
     def spread(self) -> float:
-        """How far the largest sample lies above the smallest, as a share of it."""
-        return max(self.samples) / min(self.samples) - 1 if min(self.samples) > 0 else float("inf")
+        """How far the median lies above the smallest sample, as a share of it. What interferes only ever adds."""
+        return self.median / min(self.samples) - 1 if min(self.samples) > 0 else float("inf")
+
+    def with_samples(self, samples: Iterable[float]) -> Measure:
+        return self.model_copy(update={"samples": (*self.samples, *samples)})
 
 
 class ProbeResult(Document):
@@ -60,6 +64,17 @@ class ProbeResult(Document):
 
     def variants(self, quantity: str) -> list[str]:
         return list(dict.fromkeys(m.variant for m in self.measures if m.quantity == quantity))
+
+    def merged(self, other: ProbeResult) -> ProbeResult:
+        """Both measurements of the same probe as one."""
+        found = {measure.key: measure.samples for measure in other.measures}
+        return self.model_copy(
+            update={
+                "seconds": self.seconds + other.seconds,
+                "yardstick_s": (*self.yardstick_s, *other.yardstick_s),
+                "measures": tuple(measure.with_samples(found.get(measure.key, ())) for measure in self.measures),
+            }
+        )
 
 
 class Samples:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from penstock.bench.peers import Reader, ReaderSettings, own_settings, peer_settings
 from penstock.bench.samples import Document
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from penstock.request import Output
 
 OWN = "penstock"
-YARDSTICK_SIZE = 768  # rows and columns of a product that takes some milliseconds
-YARDSTICK_PRODUCTS = 8
+YARDSTICK_BYTES = 16 << 20  # hashed in some ten milliseconds
 
 
 class BenchSettings(Document):
@@ -66,7 +64,7 @@ class Workbench:
         self.settings = settings
         self.sizes = sizes
         self._stack = ExitStack()
-        self._square = np.ones((YARDSTICK_SIZE, YARDSTICK_SIZE), dtype=np.float32)
+        self._fixed_work = bytes(YARDSTICK_BYTES)
 
     def __enter__(self) -> Workbench:
         return self
@@ -115,8 +113,7 @@ class Workbench:
     def yardstick(self) -> float:
         """Seconds of fixed work, so that a machine that others slow down is told from code that became slow."""
         started = time.perf_counter()
-        for _ in range(YARDSTICK_PRODUCTS):
-            self._square @ self._square
+        hashlib.sha256(self._fixed_work).digest()
         return time.perf_counter() - started
 
     def own_reader(self, name: str, *, context: int, chunk_size: int | None) -> ReaderSettings:

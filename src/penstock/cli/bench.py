@@ -1,4 +1,4 @@
-"""`penstock bench`: the scheduler in virtual time, and what scheduling costs."""
+"""`penstock bench`: suites of probes, the scheduler in virtual time, and what scheduling costs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.suites import add_suites
 from penstock.config import DEFAULT_MODEL
 from penstock.errors import InvalidSetting
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.bench.report import Summary
 
 bench = typer.Typer(help="Measurements that anyone can repeat.", no_args_is_help=True)
+add_suites(bench)
 
 EXIT_CHECK_FAILED = 1
 SCENARIO_NAMES = ("beside-64k", "questions", "bursts", "day")
