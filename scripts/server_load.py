@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import httpx
 
@@ -23,6 +25,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from server_process import ServerProcess, serving  # noqa: E402
 from tiny_models import VOCABULARY, save_tiny_model  # noqa: E402
+
+WARM_UP_STEPS = 4096  # as many as the timeline keeps
+
+MOST_GROWTH = 0.02
+IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def resident_mb(server: ServerProcess) -> float:
@@ -56,9 +63,29 @@ async def stream(client: httpx.AsyncClient, model: str) -> str:
     return "complete" if last == "data: [DONE]" and num_tokens == wanted else "cut"
 
 
-async def keep_streaming(server: ServerProcess, model: str, num_streams: int, seconds: float) -> Counter[str]:
-    ends: Counter[str] = Counter()
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """How streams ended, and the resident memory in MB, looked at every second."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    resident: list[float] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """Of the last fifth against the first, relative; single looks catch single requests."""
+        share = max(1, len(self.resident) // 5)
+        return median(self.resident[-share:]) / median(self.resident[:share]) - 1
+
+
+async def keep_streaming(server: ServerProcess, model: str, num_streams: int, seconds: float) -> Load:
+    load = Load()
+    ends = load.ends
     until = time.monotonic() + seconds
+
+    async def look() -> None:
+        while time.monotonic() < until:
+            load.resident.append(resident_mb(server))
+            await asyncio.sleep(1)
 
     async def worker(client: httpx.AsyncClient) -> None:
         while time.monotonic() < until:
@@ -66,18 +93,30 @@ async def keep_streaming(server: ServerProcess, model: str, num_streams: int, se
 
     limits = httpx.Limits(max_connections=num_streams)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
-        await asyncio.gather(*(worker(client) for _ in range(num_streams)))
-    return ends
+        await asyncio.gather(look(), *(worker(client) for _ in range(num_streams)))
+    return load
+
+
+def warm_up(server: ServerProcess, model: str, num_streams: int) -> None:
+    """Until everything is touched that is kept for good: pages, and as many steps as the timeline holds."""
+    while server.metric("step_time_seconds_count") < WARM_UP_STEPS:
+        asyncio.run(keep_streaming(server, model, num_streams, 10))
 
 
 async def leave_early(server: ServerProcess, model: str, num_clients: int) -> None:
     """Each client leaves at a random moment, most of them while their prompt is read."""
 
     async def visit(client: httpx.AsyncClient) -> None:
-        body = {"model": model, "prompt": tokens(900), "max_tokens": 50, "stream": random.random() < 0.5}
+        path, body = random.choice(
+            [
+                ("/v1/completions", {"prompt": tokens(900), "max_tokens": 50, "stream": True}),
+                ("/v1/completions", {"prompt": tokens(900), "max_tokens": 50, "n": random.choice([1, 3])}),
+                ("/v1/embeddings", {"input": [tokens(400), tokens(900)]}),
+            ]
+        )
         timeout = httpx.Timeout(30, read=random.uniform(0.01, 0.4))
         try:
-            async with client.stream("POST", "/v1/completions", json=body, timeout=timeout) as response:
+            async with client.stream("POST", path, json={"model": model} | body, timeout=timeout) as response:
                 async for _ in response.aiter_lines():
                     pass
         except httpx.ReadTimeout:
@@ -88,33 +127,43 @@ async def leave_early(server: ServerProcess, model: str, num_clients: int) -> No
             await asyncio.gather(*(visit(client) for _ in range(20)))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--visitors", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3, help="of visitors")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_model("llama", Path(folder))
         with serving(folder, "--dtype", "float32", "--chunk-size", "64", "--memory", "400MiB") as server:
-            asyncio.run(
-                keep_streaming(server, folder, asked.streams, min(20, asked.seconds / 5))
-            )  # everything is touched
-            before = resident_mb(server)
-            ends = asyncio.run(keep_streaming(server, folder, asked.streams, asked.seconds))
-            print(f"{asked.streams} streams for {asked.seconds:.0f} s: {dict(ends)}")
-            print(f"resident memory: {before:.1f} MB at first, {resident_mb(server):.1f} MB at last")
-            asyncio.run(leave_early(server, folder, asked.visitors))
-            assert server.metric_becomes("num_requests_running", 0, timeout_s=60)
+            warm_up(server, folder, asked.streams)
+            load = asyncio.run(keep_streaming(server, folder, asked.streams, asked.seconds))
+            is_complete = set(load.ends) == {"complete"}
+            print(f"{asked.streams} streams for {asked.seconds:.0f} s: {dict(load.ends)}")
+            is_flat = load.growth <= MOST_GROWTH
+            looks = load.resident[:: max(1, len(load.resident) // 10)]
+            print(f"resident memory: {load.resident[0]:.1f} MB at first, {load.resident[-1]:.1f} MB at last")
             print(
-                f"{asked.visitors} visitors: {server.metric('request_cancelled_total'):.0f} left early; "
-                f"blocks held afterwards: {server.metric('kv_cache_usage_perc'):.0%}; {resident_mb(server):.1f} MB"
+                f"on the way: {', '.join(f'{mb:.0f}' for mb in looks)} MB; flat: {'yes' if is_flat else 'no'}", end=""
             )
+            print(f" (the last fifth against the first: {load.growth:+.2%}, allowed {MOST_GROWTH:.0%})")
+            for _ in range(asked.rounds):
+                asyncio.run(leave_early(server, folder, asked.visitors))
+                is_idle = all(server.metric_becomes(name, 0) for name in IDLE)
+                print(
+                    f"{asked.visitors} visitors: {server.metric('request_cancelled_total'):.0f} requests left so far; "
+                    f"nothing runs, waits or is held: {'yes' if is_idle else 'no'}; {resident_mb(server):.1f} MB"
+                )
+                if not is_idle:
+                    return 1
             answer = httpx.post(
                 f"{server.url}/v1/completions", json={"model": folder, "prompt": [5, 6, 7], "max_tokens": 4}, timeout=30
             )
-            print("still answers:", answer.status_code == 200, "- exit code", server.terminate())
+            code = server.terminate()
+            print("still answers:", answer.status_code == 200, "- exit code", code)
+    return 0 if is_complete and is_flat and answer.status_code == 200 and code == 0 else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -157,12 +157,11 @@ class AsyncEngine:
 
     def resume(self, follower: Follower) -> None:
         """The follower has read most of what waited for it."""
+        self._call(lambda: self._resume(follower))
 
-        def resume() -> None:
-            while follower.paused:
-                self.engine.scheduler.pause(follower.paused.pop(), is_paused=False)
-
-        self._call(resume)
+    def _resume(self, follower: Follower) -> None:
+        while follower.paused:
+            self.engine.scheduler.pause(follower.paused.pop(), is_paused=False)
 
     def _run(self) -> None:
         while self._wait_for_work():
@@ -218,6 +217,8 @@ class AsyncEngine:
         elif event.request_id not in reader.paused and reader.num_unread >= MOST_UNREAD:
             reader.paused.add(event.request_id)
             self.engine.scheduler.pause(event.request_id, is_paused=True)
+            if reader.num_unread <= FEW_UNREAD:  # it has read on meanwhile, and did not see that it has to ask
+                self._resume(reader)
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: the requests in it cannot be trusted to go on."""

@@ -11,14 +11,13 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.config import EngineConfig
-from penstock.server import chat, completions, embeddings, info, page, responses, timeline, tokens
+from penstock.server import chat, completions, embeddings, info, responses, timeline, tokens
 from penstock.server.gate import Gate
 from penstock.server.problems import add_handlers
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
 
 ROUTERS = (
-    page.router,
     info.router,
     chat.router,
     completions.router,

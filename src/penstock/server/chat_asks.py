@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.errors import InvalidPrompt
+from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.server.asks import Ask, SamplingFields
-from penstock.server.images import image_bytes
 
 MAX_TOOLS = 128
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
 
 class TextPart(Ask):
@@ -76,7 +79,23 @@ class GivenMessage(Ask):
 def _part(part: TextPart | ImagePart, max_image_bytes: int) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
-    return {"type": "image", "image": image_bytes(part.image_url.url, max_image_bytes)}
+    return {"type": "image", "image": _image_bytes(part.image_url.url, max_image_bytes)}
+
+
+def _image_bytes(url: str, max_bytes: int) -> bytes:
+    """Decoded within limits; nothing is fetched and no path is opened."""
+    match = _DATA_URL.match(url)
+    if match is None:
+        shown = url[:40] + ("..." if len(url) > 40 else "")
+        raise InvalidMedia(f"The image {shown!r} is no data URL. Send data:image/...;base64,...; nothing is fetched.")
+    encoded = url[match.end() :]
+    num_bytes = len(encoded) * 3 // 4
+    if num_bytes > max_bytes:
+        raise InvalidMedia(f"An image has {num_bytes:,} bytes; {max_bytes:,} is the most. Scale it down.")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidMedia("The base64 of an image is broken. Encode it again.") from None
 
 
 def _call(call: GivenCall) -> dict[str, Any]:

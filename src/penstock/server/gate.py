@@ -13,7 +13,6 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import PenstockError
 from penstock.server.problems import BodyTooLarge, BodyTooSlow, WrongKey, problem_response
 from penstock.server.settings import ServerSettings
 
@@ -42,10 +41,6 @@ class Gate:
         try:
             self._check(scope["path"], scope["method"], headers)
             await self._app(scope, self._bounded(receive), visit.send)
-        except PenstockError as error:
-            if visit.status is not None:
-                raise
-            await problem_response(error, request_id)(scope, receive, visit.send)
         except Exception as error:
             if visit.status is not None:
                 raise

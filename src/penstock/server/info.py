@@ -1,10 +1,12 @@
-"""What runs here, and how it is: health, version, models, metrics."""
+"""What runs here, and how it is: health, version, models, metrics, and the page that shows it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
@@ -14,6 +16,18 @@ from penstock.server.problems import UnknownModel
 from penstock.server.service import Service
 
 router = APIRouter()
+
+# One static file with a timeline and a playground; it loads nothing from elsewhere.
+PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 class Health(BaseModel):
@@ -68,6 +82,11 @@ async def model(name: str, request: Request) -> ModelCard:
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Any:
     return Response(request.app.state.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", response_class=HTMLResponse, include_in_schema=False)
+async def page() -> HTMLResponse:
+    return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
 
 
 def _card(service: Service) -> ModelCard:

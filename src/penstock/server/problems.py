@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -96,12 +97,21 @@ def problem_of(error: BaseException, request_id: str | None) -> tuple[int, Probl
 
 def problem_response(error: BaseException, request_id: str | None) -> JSONResponse:
     status, problem = problem_of(error, request_id)
-    headers = {}
+    headers: dict[str, str] = {}
     if isinstance(error, (QueueFull, EngineClosed, StillLoading)):
         headers["Retry-After"] = str(round(max(1.0, getattr(error, "retry_after_s", RETRY_SOON_S))))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    return _response(status, problem, headers)
+
+
+def _response(status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse(ProblemAnswer(error=problem).model_dump(), status, headers)
+
+
+def _refusal(request: Request, status: int, message: str, param: str | None = None) -> Problem:
+    kind = TYPES.get(status, "invalid_request_error")
+    return Problem(message=readable(message), type=kind, param=param, request_id=request_id_of(request))
 
 
 def readable(text: str) -> str:
@@ -116,20 +126,14 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _first_mistake(error.errors())
-        problem = Problem(
-            message=readable(message), type="invalid_request_error", param=param, request_id=request_id_of(request)
-        )
-        return JSONResponse(ProblemAnswer(error=problem).model_dump(), 400)
+        return _response(400, _refusal(request, 400, *_first_mistake(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, PenstockError):  # raised by us while the body was read
             return problem_response(error.__cause__, request_id_of(request))
-        kind = TYPES.get(error.status_code, "invalid_request_error")
-        message = readable(f"{error.detail}: {request.method} {request.url.path}")
-        problem = Problem(message=message, type=kind, request_id=request_id_of(request))
-        return JSONResponse(ProblemAnswer(error=problem).model_dump(), error.status_code, dict(error.headers or {}))
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return _response(error.status_code, _refusal(request, error.status_code, message), error.headers)
 
 
 def request_id_of(request: Request) -> str | None:

@@ -27,7 +27,7 @@ class Service:
         self.started_at = int(time.time())
         self.board = Board()
         self.metrics = Metrics()
-        self.is_draining = False
+        self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None
 
     @property
@@ -44,6 +44,10 @@ class Service:
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
         log.info("ready", extra={"model": self.settings.model, "lane": engine.lane.id, "seconds": seconds})
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining is not None
 
     @property
     def is_ready(self) -> bool:
@@ -68,9 +72,11 @@ class Service:
 
     async def drain(self) -> None:
         """Nothing new is taken; what runs may end by itself until the time for that is over, and is ended then."""
-        if self.is_draining:
-            return
-        self.is_draining = True
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        await asyncio.shield(self._draining)  # whoever else waits for it, and gives up, does not end it
+
+    async def _drain(self) -> None:
         log.info("draining", extra={"num_running": self.board.num_running, "num_waiting": self.board.num_waiting})
         if self._engine is None:
             return

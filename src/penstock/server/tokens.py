@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -11,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 from penstock.cache.prefix import root_hash
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, PromptTooLong
+from penstock.plan.prompt_plan import PromptPlan
 from penstock.server.asks import Ask, TokenId
 from penstock.server.chat_asks import GivenMessage
 from penstock.server.service import Service
@@ -64,21 +66,9 @@ class PlanAsk(Ask):
         return self
 
 
-class Plan(BaseModel):
-    prompt_tokens: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(PromptPlan):
     cached_tokens: int  # what the prefix cache holds of it now
-    chunk_size: int
-    num_chunks: int
-    runtime_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    state_bytes: int
-    activation_bytes: int
-    logits_bytes: int
-    peak_bytes: int
-    budget_bytes: int
-    fits: bool
-    adjustments: list[str]
 
 
 class Reset(BaseModel):
@@ -134,14 +124,7 @@ def _num_cached(engine: Engine, tokens: list[int]) -> int:
 
 
 def _planned(engine: Engine, num_tokens: int, num_cached: int) -> Plan:
-    planned = engine.plan(num_tokens)
-    names = set(Plan.model_fields) - {"cached_tokens", "budget_bytes", "adjustments"}
-    return Plan(
-        **{name: getattr(planned, name) for name in names},
-        cached_tokens=num_cached,
-        budget_bytes=engine.model.budget_bytes,
-        adjustments=list(planned.adjustments),
-    )
+    return Plan(**asdict(engine.plan(num_tokens)), cached_tokens=num_cached)
 
 
 def _forget_prefixes(engine: Engine) -> int:
