@@ -6,6 +6,8 @@ A page holds a marker such as `<!-- generated: commands -->`. Its text is made f
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import re
 import types
@@ -15,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 
+import penstock
+from penstock import errors
 from penstock.cli.main import app
+from penstock.cli.report import PlanReport, RunReport
 from penstock.config import CONFIG_FILE, EngineConfig
+from penstock.lanes.lane import LaneFacts
 from penstock.models.gguf_translation import ARCHITECTURES
 from penstock.models.spec import FAMILIES
-from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
+from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +37,21 @@ class Flag:
 
 
 NO_FLAG = Flag(spelling="", help="")
+WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
+CHART = re.compile(r"<!-- chart: ([\w-]+): ([^>]+) -->")
+IMAGES = Path(__file__).parent / "images"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page."""
-    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+    return CHART.sub(_chart, MARKER.sub(lambda match: GENERATORS[match[1]](), markdown))
+
+
+def _chart(match: re.Match[str]) -> str:
+    """The picture that `penstock bench --plot` drew under that name; none is shown before one was drawn."""
+    drawn = sorted(IMAGES.glob(f"{match[1]}.*"))
+    return f"![{match[2]}](../images/{drawn[0].name})" if drawn else ""
 
 
 def commands() -> str:
@@ -98,6 +114,81 @@ def fields_of(kind: type) -> Callable[[], str]:
     return table
 
 
+def calls_of(kind: type, *names: str) -> Callable[[], str]:
+    """The methods and properties of a class, as it declares them: those named, or all that are public."""
+
+    def table() -> str:
+        public = names or [name for name in vars(kind) if not name.startswith("_")]
+        members = [(name, vars(kind)[name]) for name in public]
+        return _table(("call", "what it does"), [_call(kind.__name__, *member) for member in members])
+
+    return table
+
+
+def functions(*names: str) -> Callable[[], str]:
+    def table() -> str:
+        return _table(
+            ("call", "what it does"),
+            [(_code(f"{name}{_arguments(value)}"), _first_sentences(value)) for name, value in _public(names)],
+        )
+
+    return table
+
+
+def vocabulary() -> str:
+    rows = [(_code(name), _first_sentences(value)) for name, value in _public(VOCABULARY)]
+    return _table(("name", "what it is"), rows)
+
+
+def error_kinds() -> str:
+    kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and kind.__module__ == errors.__name__]
+    rows = [(_code(kind.__name__), _code(str(kind.status)), _first_sentences(kind)) for kind in kinds]
+    return _table(("error", "HTTP status", "when"), rows)
+
+
+def metrics() -> str:
+    from penstock.server.metrics import Metrics
+
+    rows = []
+    for family in Metrics().registry.collect():
+        name = family.name.removeprefix("penstock:") + ("_total" if family.type == "counter" else "")
+        rows.append((_code(name), family.type, _meaning(family.documentation)))
+    return _table(("metric", "kind", "meaning"), rows)
+
+
+def document_of(kind: type[BaseModel]) -> Callable[[], str]:
+    """A JSON document and the objects inside it, each in a table."""
+
+    def tables() -> str:
+        parts = [_document_table(kind)]
+        for inner in _inner_documents(kind)[1:]:
+            parts += [f"### {inner.__name__}", inspect.cleandoc(inner.__doc__ or ""), _document_table(inner)]
+        return "\n\n".join(filter(None, parts))
+
+    return tables
+
+
+def trace_document() -> str:
+    if importlib.util.find_spec("penstock.trace") is None:
+        return "This version writes no traces."
+    return document_of(importlib.import_module("penstock.trace.document").Trace)()
+
+
+VOCABULARY = (
+    "ChunkedPrefillConfig",
+    "PrefillPriority",
+    "PrefillChunk",
+    "create_prefill_chunks",
+    "PrefillScheduler",
+    "Prefill",
+    "YieldToDecode",
+    "StartDecode",
+    "ModelShape",
+    "MemoryModel",
+    "peak_memory_estimate",
+    "PrefillMemoryEstimate",
+)
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "engine-settings": engine_settings,
@@ -107,7 +198,17 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "prefill-progress": fields_of(PrefillProgress),
     "token": fields_of(Token),
     "finished": fields_of(Finished),
+    "failed": fields_of(Failed),
     "output": fields_of(Output),
+    "engine": calls_of(penstock.Engine),
+    "async-engine": calls_of(penstock.AsyncEngine, "load", "stream", "generate", "call", "close"),
+    "attach": functions("attach", "detach", "selfcheck"),
+    "vocabulary": vocabulary,
+    "errors": error_kinds,
+    "metrics": metrics,
+    "run-document": document_of(RunReport),
+    "plan-document": lambda: _document_table(PlanReport),
+    "trace-document": trace_document,
 }
 
 
@@ -123,6 +224,82 @@ def _command(name: str, command: Any) -> str:
         for parameter in sorted(command.params, key=lambda parameter: parameter.param_type_name)
     ]
     return f"## penstock {name}\n\n{command.help}\n\n" + _table(("flag", "value", "default", "meaning"), rows)
+
+
+def _public(names: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(name, getattr(penstock, name)) for name in names]
+
+
+def _call(owner: str, name: str, member: Any) -> tuple[str, str]:
+    if isinstance(member, property):
+        return _code(f".{name}"), _first_sentences(member)
+    if isinstance(member, classmethod):
+        return _code(f"{owner}.{name}{_arguments(member.__func__)}"), _first_sentences(member.__func__)
+    return _code(f".{name}{_arguments(member)}"), _first_sentences(member)
+
+
+def _arguments(function: Any) -> str:
+    """Names and defaults, without types: `(prompt, *, images=(), **sampling)`."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [part.replace(annotation=part.empty) for part in parameters if part.name not in ("self", "cls")]
+    return str(inspect.Signature(plain))
+
+
+def _first_sentences(value: Any) -> str:
+    """The docstring up to its first empty line. What is public has one."""
+    text = inspect.getdoc(value)
+    if not text:
+        raise ValueError(f"{value!r} is in the reference and has no docstring")
+    return _cell(text.split("\n\n")[0])
+
+
+def _inner_documents(kind: type[BaseModel]) -> list[type[BaseModel]]:
+    """The document and the objects inside it, in the order in which they appear."""
+    found = [kind]
+    for outer in found:
+        for hint in typing.get_type_hints(outer).values():
+            found += [part for part in _parts(hint) if _is_document(part) and part not in found]
+    return found
+
+
+def _document_table(kind: type[BaseModel]) -> str:
+    comments = _comments(
+        LaneFacts if kind.__name__ == "Lane" else kind
+    )  # a lane's document has the fields of its facts
+    hints = typing.get_type_hints(kind)
+    rows = [
+        (_code(name), _words(hints[name]), _meaning(comments.get(name, "")).replace("None", "null"))
+        for name in kind.model_fields
+    ]
+    return _table(("field", "type", "meaning"), rows)
+
+
+def _is_document(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, BaseModel)
+
+
+def _parts(hint: Any) -> list[Any]:
+    """The hint and everything in its brackets."""
+    return [hint, *(inner for part in typing.get_args(hint) for inner in _parts(part))]
+
+
+def _words(hint: Any) -> str:
+    """`tuple[Chunk, ...] | None` is a list of Chunk, or null."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        is_optional = types.NoneType in inner
+        named = " or ".join(_words(part) for part in inner if part is not types.NoneType)
+        return f"{named} or null" if is_optional else named
+    if origin is typing.Literal:
+        return " or ".join(_code(str(value)) for value in inner)
+    if origin in (list, tuple):
+        distinct = dict.fromkeys(_words(part) for part in inner if part is not Ellipsis)
+        return f"list of {' and '.join(distinct)}"
+    if origin is dict:
+        return f"object of {_words(inner[1])}"
+    if _is_document(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    return WORDS[hint]
 
 
 def _spellings(parameter: Any) -> list[str]:

@@ -36,6 +36,8 @@ CHECKPOINT_TOKENS = 512
 
 
 class PrefillPriority(Enum):
+    """Who goes first where prompts and answers share steps."""
+
     PREFILL_FIRST = "prefill-first"  # all chunks before any decode
     INTERLEAVED = "interleaved"  # every step carries the decodes and a prefill chunk
     DECODE_PRIORITY = "decode-priority"  # prefill runs when no decode waits

@@ -1,27 +1,31 @@
-"""The documentation is true: its programs run, its commands parse, its links lead somewhere, its lists are complete."""
+"""The documentation is true: its programs and commands run, its links lead somewhere, its lists are complete."""
 
 import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
+import tomllib
+from functools import cache
 from itertools import compress, pairwise
 from pathlib import Path
 from types import ModuleType
 
+import documentation
 import pytest
 import typer
+from documentation import FENCE, Block, penstock_call
+from fastapi.routing import APIRoute
 from markdown.extensions.toc import slugify
-from typer.testing import CliRunner
 
-from penstock.cli import report
+import penstock
 from penstock.cli.main import app
-from penstock.config import DEFAULT_MODEL, PARSERS, load_config
+from penstock.config import DEFAULT_MODEL, load_config
 from penstock.models.files import resolve
 from penstock.models.gguf import read_gguf
 from penstock.prompt.load import tokenizer_from_gguf
+from penstock.server.app import ROUTERS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,33 +33,34 @@ WITH_PROGRAMS = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guides"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 LEAST_CONCEPT_TOKENS, MOST_CONCEPT_TOKENS = 6_200, 7_400  # `make run` reads them; the default model holds 8,192
 
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-REPORT = "Report on the penstock, by A. Miller, 1912.\n" + "The gate was opened and the turbine turned.\n" * 20
-
-# Runs each page's blocks in one namespace, at the lines where they stand; prints what failed.
-RUN_PROGRAMS = """
-import json, sys, traceback
-failures = {}
-for page, blocks in json.load(open(sys.argv[1])).items():
-    namespace = {"__name__": "__main__"}
-    try:
-        for line, code in blocks:
-            exec(compile("\\n" * (line - 1) + code, page, "exec"), namespace)
-    except BaseException:
-        failures[page] = traceback.format_exc()
-json.dump(failures, open(sys.argv[2], "w"))
-"""
+NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
+PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+# Lines of shell blocks that are not run here: what they do is done by `make setup`, or by the wheel in scripts/check.
+SETTING_UP = re.compile(r"(\.venv/bin/)?pip install |python3 -m venv |\. \S+/bin/activate$")
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """(line of its first line, code) of every fenced block in that language."""
-    text = page.read_text(encoding="utf-8")
-    return [(text.count("\n", 0, m.start(2)) + 1, m[2]) for m in FENCE.finditer(text) if m[1] == language]
+def shell_lines(page: Path) -> list[str]:
+    return [line for _, language, code in documentation.blocks(page) if language == "sh" for line in code.splitlines()]
+
+
+def without_repetitions(pages: list[Path]) -> dict[str, list[Block]]:
+    """The blocks of each page, in which a command that an earlier page has shown is left out."""
+    seen: set[str] = set()
+    shown: dict[str, list[Block]] = {}
+    for page in pages:
+        shown[name_of(page)] = []
+        for first_line, language, code in documentation.blocks(page):
+            if language == "sh":
+                lines = [line for line in code.splitlines() if line.startswith("export ") or line not in seen]
+                seen.update(lines)
+                code = "\n".join(lines)
+            shown[name_of(page)].append((first_line, language, code))
+    return shown
 
 
 @pytest.fixture(scope="module")
@@ -78,75 +83,93 @@ def rows(markdown: str) -> list[list[str]]:
     return [[cell.strip("` ") for cell in row] for row in found]
 
 
-# --- programs -----------------------------------------------------------------------------------------------
+# --- programs and commands ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of all Python blocks, in one fresh process: its memory is not that of the other tests."""
-    folder = tmp_path_factory.mktemp("programs")
-    (folder / "report.txt").write_text(REPORT)
-    (folder / "programs.json").write_text(json.dumps({name_of(page): blocks(page, "python") for page in WITH_PROGRAMS}))
+def failures_with(model: str, folder: Path) -> dict[str, str]:
+    """Of all Python blocks and commands, in processes of their own: their memory is not that of the other tests."""
+    (folder / "pages.json").write_text(json.dumps(without_repetitions(WITH_PROGRAMS)))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     environment["PENSTOCK_THREADS"] = "1"  # several threads on a busy machine wait for each other
-    command = [sys.executable, "-c", RUN_PROGRAMS, "programs.json", "failures.json"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), environment.get("PYTHONPATH")]))
+    command = [sys.executable, documentation.__file__, "pages.json", "failures.json", model]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "failures.json").read_text())
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_PROGRAMS if blocks(page, "python")], ids=name_of)
-def test_every_python_block_runs(page, failures):
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return failures_with(documentation.TINY_MODEL, tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
+def test_every_block_runs(page, failures):
     assert name_of(page) not in failures, failures[name_of(page)]
 
 
-# --- commands -----------------------------------------------------------------------------------------------
+@pytest.mark.evidence
+def test_every_block_runs_with_the_default_model(tmp_path):
+    assert failures_with(DEFAULT_MODEL, tmp_path) == {}
 
 
-def penstock_calls() -> list[tuple[str, tuple[str, ...]]]:
-    """(where, arguments) of every penstock command in a shell block, also behind a pipe."""
-    found = []
-    for page in WITH_PROGRAMS:
-        for line, code in blocks(page, "sh"):
-            for number, text in enumerate(code.splitlines(), line):
-                words = shlex.split(text, comments=True)
-                starts = [i for i, word in enumerate(words) if word.rpartition("/")[2] == "penstock"]
-                for start in [i for i in starts if i == 0 or words[i - 1] == "|"]:
-                    rest = words[start + 1 :]
-                    end = rest.index("|") if "|" in rest else len(rest)
-                    found.append((f"{name_of(page)}:{number}", tuple(rest[:end])))
-    return found
+def test_every_command_is_shown():
+    calls = [call for page in WITH_PROGRAMS for line in shell_lines(page) if (call := penstock_call(line))]
+    assert {"run", "chat", "plan", "serve", "doctor"} <= {arguments[0] for _, arguments in calls}
 
 
-CALLS = penstock_calls()
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
+def test_every_other_shell_line_names_something_that_is_there(page):
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for line in shell_lines(page):
+        if penstock_call(line) or line.startswith(("export ", "curl ")) or SETTING_UP.match(line):
+            continue
+        program, argument = line.split()
+        assert (program, argument) in [("make", target) for target in targets] or (
+            program == "python" and (ROOT / argument).is_file()
+        ), f"{line!r} is neither run nor known"
 
 
-def is_cheap(arguments: tuple[str, ...]) -> bool:
-    """Asks for help or the version, or plans the model that is there."""
-    if {"--help", "-h", "--version"} & set(arguments):
-        return True
-    return arguments[0] == "plan" and parsed(arguments).params["model"] == DEFAULT_MODEL
+def accept(arguments: tuple[str, ...]) -> dict[str, object]:
+    """The flags of a command line, as the command reads them; nothing is run."""
+    name, command = "penstock", typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    return command.make_context(name, list(arguments)).params
 
 
-def parsed(arguments: tuple[str, ...]) -> typer.Context:
-    group = typer.main.get_command(app)
-    assert arguments[0] in group.commands, f"there is no command {arguments[0]!r}"
-    return group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:]))
+def test_every_line_that_serves_is_accepted():
+    calls = [call for page in WITH_PROGRAMS for line in shell_lines(page) if (call := penstock_call(line))]
+    serving = [arguments for _, arguments in calls if arguments[0] == "serve"]
+    assert serving
+    for arguments in serving:
+        load_config({"latency_target_ms": accept(arguments)["latency_target_ms"]}, environment={}, folder=DOCS)
 
 
-def test_the_documentation_has_commands_of_every_kind():
-    assert {"run", "chat", "plan", "--version"} <= {arguments[0] for _, arguments in CALLS}
+def test_every_promise_names_commands_that_are_there():
+    section = (ROOT / "README.md").read_text().partition("## Five promises")[2].partition("\n###")[0]
+    proofs = [line.rstrip("| ").rpartition(" | ")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(proofs) == 5
+    for proof in proofs:
+        commands = re.findall(r"`([^`]+)`", proof)
+        assert commands, proof
+        for command in commands:
+            if call := penstock_call(command):
+                accept(call[1])
+            else:
+                program, *others, file = command.split()
+                assert (program, others) in [(".venv/bin/python", []), (".venv/bin/python", ["-m", "pytest"])], command
+                assert (ROOT / file).is_file(), command
 
 
-@pytest.mark.parametrize(("where", "arguments"), CALLS, ids=[" ".join(call[1])[:60] for call in CALLS])
-def test_every_penstock_line_is_accepted(where, arguments, tmp_path):
-    if is_cheap(arguments):
-        result = CliRunner().invoke(app, arguments, env={"PENSTOCK_MEMORY": ""})
-        assert result.exit_code == 0, f"{where}: {result.output} {result.exception}"
-        return
-    flags = parsed(arguments).params
-    settings = {name: flags[name] for name in PARSERS if name in flags}
-    load_config(settings, environment={}, folder=tmp_path)
+def test_every_settings_file_is_accepted(tmp_path):
+    files = [code for page in PAGES for _, language, code in documentation.blocks(page) if language == "toml"]
+    assert files
+    for code in files:
+        (tmp_path / "penstock.toml").write_text(code)
+        config = load_config({}, environment={}, folder=tmp_path)
+        assert all(hasattr(config, key.replace("-", "_")) for key in tomllib.loads(code))
 
 
 # --- links --------------------------------------------------------------------------------------------------
@@ -194,18 +217,43 @@ def test_the_map_has_one_line_for_every_file():
     assert sorted(listed) == sorted(files)
 
 
-def test_the_json_reference_has_every_field_and_no_other():
-    text = (DOCS / "reference" / "json.md").read_text()
-    sections = {part.partition("\n")[0]: [row[0] for row in rows(part)] for part in text.split("\n## ")[1:]}
-    nested = {"plan": report.RunPlan, "peak_bytes": report.PeakBytes}
-    run = [
-        name
-        for field in report.RunReport.model_fields
-        for name in ([f"{field}.{inner}" for inner in nested[field].model_fields] if field in nested else [field])
-    ]
-    assert sections["run"] == run
-    assert sections["plan"] == list(report.PlanReport.model_fields)
-    assert sections["lane"] == list(report.Lane.model_fields)
+def test_every_field_of_a_document_has_a_meaning(hooks):
+    described = rows(hooks.on_page_markdown((DOCS / "reference" / "json.md").read_text()))
+    assert len(described) > 40
+    assert [row for row in described if len(row) != 3] == []
+
+
+def test_every_public_name_is_in_the_reference(hooks):
+    text = hooks.on_page_markdown((DOCS / "reference" / "api.md").read_text()) + hooks.on_page_markdown(
+        (DOCS / "reference" / "configuration.md").read_text()
+    )
+    missing = [name for name in penstock.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert set(missing) <= {"EngineConfig", "SamplingParams", "Verdict"}  # shown as tables of settings, and in a guide
+
+
+def test_every_route_is_in_the_reference():
+    text = (DOCS / "reference" / "server.md").read_text().partition("## Fields")[0]
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    assert len(routes) > 10
+    missing = [route.path for route in routes if f" {re.sub(r'/{.*', '', route.path)}`" not in text]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "development").glob("*.md")), ids=name_of)
+def test_the_names_in_development_pages_exist(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    folders = (ROOT, ROOT / "src" / "penstock", DOCS)
+    assert [path for path in PATH.findall(text) if not any((folder / path).exists() for folder in folders)] == []
+    missing = [name for name in NAME.findall(text) if not set(name.split(".")) <= known_words()]
+    assert [name for name in missing if not (folders[1] / name).exists()] == []
+
+
+@cache
+def known_words() -> set[str]:
+    code = (path for folder in ("src", "tests", "scripts") for path in (ROOT / folder).rglob("*"))
+    settings = [ROOT / name for name in ("pyproject.toml", "Makefile", "scripts/check")]
+    files = [path for path in code if path.suffix in (".py", ".c", ".h")]
+    return {word for path in [*settings, *files] for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
 
 
 def test_the_concepts_are_as_long_as_make_run_needs_them():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import documentation
 import httpx
 import openai
 import pytest
@@ -266,3 +267,21 @@ def test_the_examples_run(server):
     shell = subprocess.run([EXAMPLES / "curl.sh"], env=environment, capture_output=True, text=True)
     assert shell.returncode == 0, shell.stderr
     assert "[DONE]" in shell.stdout
+
+
+def test_the_guide_for_servers_is_true(server):
+    """Its programs and commands, but for those that start a server or install one."""
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
+    shown = [
+        (language, code.replace("http://127.0.0.1:8000", server.url))
+        for _, language, code in documentation.blocks(guide)
+    ]
+    (program,) = [code for language, code in shown if language == "py"]
+    exec(program, {})
+    lines = [line for language, code in shown if language == "sh" for line in code.splitlines() if server.url in line]
+    assert len(lines) == 2
+    for line in lines:
+        command = line.replace("penstock", f"{sys.executable} -m penstock.cli.main", 1)
+        done = subprocess.run(["bash", "-c", command], input="Hello\n\n", capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout

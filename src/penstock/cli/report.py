@@ -20,27 +20,27 @@ class _Document(BaseModel):
 
 
 class RunPlan(_Document):
-    chunk_size: int
-    num_chunks: int
-    peak_bytes: int
-    adjustments: list[str]
+    chunk_size: int  # the largest chunk of the plan
+    num_chunks: int  # that the plan has for this prompt
+    peak_bytes: int  # that the plan predicts
+    adjustments: list[str]  # what had to be changed, or was done whole instead of streamed
 
 
 class Chunk(_Document):
-    start: int
-    end: int
-    ms: float
+    start: int  # its first token; of a source that an encoder reads, positions count work
+    end: int  # the token after its last
+    ms: float  # of the whole step
 
 
 class PeakBytes(_Document):
-    measured: int
-    predicted: int
+    measured: int  # the most resident memory that the process ever had
+    predicted: int  # the largest prediction among the steps of this request
 
 
 class Logprob(_Document):
-    token_id: int
-    logprob: float
-    alternatives: list[tuple[int, float]]
+    token_id: int  # the token of the answer
+    logprob: float  # of the model itself, before penalties and temperature
+    alternatives: list[tuple[int, float]]  # pairs of token and log-probability
 
     @classmethod
     def of(cls, logprob: TokenLogprob) -> Logprob:
@@ -48,19 +48,19 @@ class Logprob(_Document):
 
 
 class RunReport(_Document):
-    model: str
-    lane: Lane
-    plan: RunPlan
-    prompt_tokens: int
-    cached_tokens: int
-    chunks: list[Chunk]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    ttft_ms: float | None
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    peak_bytes: PeakBytes
+    model: str  # as it was named
+    lane: Lane  # the facts of the lane
+    plan: RunPlan  # what was expected
+    prompt_tokens: int  # after an interruption: those that were taken from the input
+    cached_tokens: int  # of the prompt, from the prefix cache; a new process has none
+    chunks: list[Chunk]  # every chunk that was computed for the prompt
+    token_ids: list[int]  # the answer, with the end token if there was one
+    text: str  # the answer
+    finish_reason: str  # stop (an end token or a stop string), length (--max-tokens or the context) or abort
+    ttft_ms: float | None  # from submission to the first token of the answer; null if there was none
+    prefill_tokens_per_s: float  # prompt tokens computed, by the time from the first chunk to the first token
+    decode_tokens_per_s: float  # tokens after the first one, by the time that they took
+    peak_bytes: PeakBytes  # measured and predicted
     logprobs: list[Logprob] | None = None  # only where --logprobs was given
 
     @classmethod
@@ -92,20 +92,20 @@ class RunReport(_Document):
 
 
 class PlanReport(_Document):
-    model: str
-    lane: Lane
-    prompt_tokens: int
-    chunk_size: int
-    num_chunks: int
-    runtime_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    state_bytes: int
-    activation_bytes: int
-    logits_bytes: int
-    peak_bytes: int
-    fits: bool
-    adjustments: list[str]
+    model: str  # as it was named
+    lane: Lane  # the facts of the lane
+    prompt_tokens: int  # as given
+    chunk_size: int  # the largest chunk
+    num_chunks: int  # that the prompt is read in
+    runtime_bytes: int  # Python, torch and libraries: a constant, since a plan does not load torch
+    weight_bytes: int  # in the chosen data type
+    kv_bytes: int  # keys and values of the whole prompt
+    state_bytes: int  # recurrent state
+    activation_bytes: int  # of the largest chunk, at the end of the prompt; with what images need
+    logits_bytes: int  # of one token
+    peak_bytes: int  # the highest over the chunks
+    fits: bool  # both the budget and the context
+    adjustments: list[str]  # every value that had to be changed
 
     @classmethod
     def of(cls, plan: ModelPlan) -> PlanReport:

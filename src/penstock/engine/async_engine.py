@@ -86,6 +86,7 @@ class AsyncEngine:
 
     @classmethod
     def load(cls, model: str = DEFAULT_MODEL, **settings: Any) -> AsyncEngine:
+        """As `Engine.load`."""
         return cls(Engine.load(model, **settings))
 
     def follower(self) -> Follower:
@@ -105,6 +106,7 @@ class AsyncEngine:
             follower.close()
 
     async def generate(self, prompt: Prompt, **sampling: Any) -> Output:
+        """Runs one request to its end, beside all others."""
         async for event in self.stream(prompt, **sampling):
             if isinstance(event, Finished):
                 return event.output

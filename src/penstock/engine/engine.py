@@ -179,10 +179,12 @@ class Engine:
 
     @property
     def tokenizer(self) -> Any:
+        """Has `encode(text, add_special_tokens=...)`, `decode(ids)`, `stream(pieces, ...)` and `streaming`."""
         return self.model.tokenizer
 
     @property
     def lane(self) -> LaneFacts:
+        """The facts of the lane that runs the model."""
         return self.model.lane.facts
 
     def plan(
@@ -196,6 +198,7 @@ class Engine:
         return dataclasses.replace(plan, adjustments=(*self.adjustments, *plan.adjustments))
 
     def generate(self, prompt: Prompt, **sampling: Any) -> Output:
+        """Runs one request to its end."""
         for event in self.stream(prompt, **sampling):
             if isinstance(event, Finished):
                 return event.output

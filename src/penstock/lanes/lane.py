@@ -31,12 +31,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 class LaneFacts:
     """`boundary` and `mask_mode` are empty while no chunking is active."""
 
-    id: str
-    eligible: bool
-    applied: bool
-    reason: str
-    boundary: str = ""
-    mask_mode: str = ""
+    id: str  # the lane
+    eligible: bool  # the lane can read this model in chunks
+    applied: bool  # this prompt was, or would be, read in more than one chunk
+    reason: str  # why this lane, or why no chunking was active
+    boundary: str = ""  # where chunks may end; empty if there was one chunk
+    mask_mode: str = ""  # how attention is masked; empty if there was one chunk
     # What the lane does with this model; not part of the documents.
     reads_whole: bool = False  # chunks are not exact here: prompts are read in one piece
     shares_prefixes: bool = True

@@ -63,6 +63,8 @@ def uncut_end(end: int, stops: Stops) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrefillConfig:
+    """How one prompt is cut. `with_overlap` and `with_priority` return a changed copy."""
+
     chunk_size: int = 512  # 0: the prompt is read whole
     overlap: int = 0
     priority: PrefillPriority = PrefillPriority.PREFILL_FIRST
@@ -101,6 +103,7 @@ def next_chunk(num_computed: int, num_tokens: int, config: ChunkedPrefillConfig)
 
 
 def create_prefill_chunks(tokens: Sequence[int], config: ChunkedPrefillConfig) -> list[PrefillChunk]:
+    """All chunks of a prompt; none for an empty one."""
     chunks: list[PrefillChunk] = []
     num_computed = 0
     while num_computed < len(tokens):

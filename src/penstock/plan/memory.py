@@ -186,6 +186,7 @@ class PrefillMemoryEstimate:
 def peak_memory_estimate(
     shape: ModelShape, seq_len: int, chunk_size: int, tiling: AttentionTiling | None = None
 ) -> PrefillMemoryEstimate:
+    """Working memory of a prompt read whole and in chunks of that size."""
     tiling = tiling or AttentionTiling(query_rows=seq_len, key_rows=seq_len)
     model = MemoryModel(shape=shape, tiling=tiling, runtime_bytes=0, block_size=1)
 

@@ -12,17 +12,19 @@ from penstock.schedule.budget import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
+    """Compute this chunk, then `commit`."""
+
     chunk: PrefillChunk
 
 
 @dataclass(frozen=True, slots=True)
 class YieldToDecode:
-    pass
+    """Run one decode step of the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartDecode:
-    pass
+    """The whole prompt is read."""
 
 
 Action = Prefill | YieldToDecode | StartDecode
