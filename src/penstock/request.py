@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
-from penstock.errors import InvalidSetting, PenstockError
+from penstock.errors import InvalidSetting
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
 Pooling = Literal["mean", "last"]
@@ -358,10 +358,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The request's own prompt could not be read to its end; other requests go on."""
+    """The request ended with an error: of its own prompt, mostly, so that others go on."""
 
     request_id: int
-    error: PenstockError
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

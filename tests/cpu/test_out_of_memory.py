@@ -5,10 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import VOCABULARY, prompt, save_tokenizer
+import torch
+from tiny_generic import MUST_SHOW, TROUBLE, save_causal_model
+from tiny_models import VOCABULARY, prompt, save_tiny_model, save_tokenizer
+from tiny_seq2seq import save_tiny_seq2seq
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.engine import Engine
+from penstock.lanes.lane import GENERIC_TEXT
 
 SETTINGS = {"dtype": "float32", "threads": 1, "prefix_cache": False, "memory": "4GiB", "chunk_size": 2048}
 PROMPT = prompt(3000)
@@ -67,9 +71,107 @@ def test_chunks_are_halved_until_they_fit_and_the_answer_is_the_same(folder):
     largest = max(found["sizes"])
     assert largest in (1024, 512, 256)
     assert sum(size for size in found["sizes"] if size > 1) == len(PROMPT)
-    assert found["adjustments"][-1].startswith(f"steps of at most {largest} tokens: one of {2 * largest} did not fit")
+    said = "at most {} prompt tokens in a step from now on: {} did not fit into the memory"
+    assert found["adjustments"][0] == said.format(largest, 2 * largest)
 
 
 def test_a_chunk_size_that_is_strictly_asked_for_is_refused_instead(folder):
     found = read_with(folder, 150, strict=True)
-    assert "--strict" in found["answer"]
+    assert found["answer"].startswith("--strict: a step with 2048 prompt tokens did not fit")
+    assert found["adjustments"] == []
+
+
+@pytest.fixture
+def load_any(tmp_path, monkeypatch):
+    """An engine for a tiny model of any lane; an own cache is forced where the name says so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    engines = []
+
+    def make(name, **settings):
+        folder = tmp_path / name
+        if not folder.exists():
+            folder.mkdir()
+            if name == "bart":
+                save_tiny_seq2seq(name, folder)
+            elif name.endswith("-own-cache"):
+                save_causal_model((MUST_SHOW | TROUBLE)[name.removesuffix("-own-cache")](), folder)
+            else:
+                save_tiny_model(name, folder)
+        lane = {"lane": GENERIC_TEXT} if name.endswith("-own-cache") else {}
+        defaults = {"dtype": "float32", "memory": "4GiB", "threads": 1}
+        engines.append(Engine.load(str(folder), **defaults | lane | settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+# --- the same failure in the middle of a step, wherever a lane may keep half of it ---
+
+
+def failing(engine, when):
+    """The lane computes a step and is then refused memory, as for its last layer; `when`: (call, tokens) -> bool."""
+    lane, calls = engine._runner.lane, []
+    run = lane.run
+
+    def broken(inputs):
+        calls.append(len(inputs.ids_T))
+        logits = run(inputs)
+        if when(len(calls), len(inputs.ids_T)):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logits
+
+    lane.run = broken
+    return calls
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-5", "bloom-own-cache", "bamba-own-cache", "bart"])
+def test_every_lane_gives_the_same_answer_after_a_step_broke_in_the_middle(load_any, name):
+    tokens = prompt(200)
+    expected = load_any(name, chunk_size=64).generate(tokens, max_tokens=8, ignore_eos=True).token_ids
+    engine = load_any(name, chunk_size=64)
+    failing(engine, lambda call, _: call in (2, 5))
+    assert engine.generate(tokens, max_tokens=8, ignore_eos=True).token_ids == expected
+    assert engine.scheduler.budget.most in (16, 32)
+    assert len(engine.adjustments) == len(engine.model.adjustments) + 2
+
+
+def test_a_step_that_never_fits_leaves_no_limit_behind(load):
+    engine = load(chunk_size=64)
+    sizes = failing(engine, lambda call, _: call <= 7)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(prompt(100), max_tokens=4)
+    assert sizes == [64, 32, 16, 8, 4, 2, 1]
+    assert (engine.scheduler.budget.most, engine.adjustments) == (0, [])
+    assert engine.generate(prompt(100), max_tokens=4, ignore_eos=True).chunks[0].end == 64
+
+
+def test_prompts_get_their_share_beside_streams_after_a_step_did_not_fit(load):
+    engine = load(chunk_size=64)
+    for seed in range(8):
+        engine.submit(prompt(4, seed=seed), max_tokens=400, ignore_eos=True)
+    engine.step()
+    failing(engine, lambda _, num_tokens: num_tokens > 16 + 8)
+    request = engine.submit(prompt(160, seed=9), max_tokens=1)
+    num_steps = 0
+    while request in engine.scheduler.sequences:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 160 // 16 + 1
+
+
+def test_half_of_a_chunk_is_new_where_the_overlap_no_longer_fits(load):
+    engine = load(chunk_size=64, overlap=32, prefix_cache=False)
+    failing(engine, lambda _, num_tokens: num_tokens > 32)
+    chunks = engine.generate(prompt(200), max_tokens=1).chunks
+    assert [chunk.end for chunk in chunks][:5] == [32, 48, 64, 80, 96]
+
+
+def test_the_plan_knows_of_a_step_that_did_not_fit(load):
+    engine = load(chunk_size=64)
+    failing(engine, lambda call, _: call == 1)
+    engine.generate(prompt(100), max_tokens=1)
+    plan = engine.plan(100)
+    assert plan.chunk_size == 32
+    assert "32 prompt tokens" in plan.adjustments[0]

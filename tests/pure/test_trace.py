@@ -152,7 +152,7 @@ class Clock:
         )
         tokens = {part.sequence_id: 7 for part in parts if part.wants_logits}
         result = StepResult(step=self.step, token_by_sequence=tokens, finished={}, elapsed_s=ms / 1e3, peak_bytes=2000)
-        self.recorder.take_step(plan, result, started_at=self.now, kv_share=0.5)
+        self.recorder.take_step(plan, result, started_at=self.now, memory_bytes=2**30, kv_share=0.5)
         self.now += ms / 1e3
         self.step += 1
 

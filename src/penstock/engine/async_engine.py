@@ -229,4 +229,4 @@ class AsyncEngine:
             reader.put(error)
         for request_id in readers:
             with suppress(Exception):  # a device that is lost fails again; the error is known already
-                self.engine.abort(request_id)
+                self.engine.fail(request_id, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,6 +89,7 @@ class Engine:
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
                 reads_whole=model.lane.facts.reads_whole,
+                restarts_after_failure=model.source is not None or not model.lane.facts.shares_prefixes,
             ),
             budget=TokenBudget(
                 ceiling=config.most_prompt_tokens,
@@ -109,7 +109,6 @@ class Engine:
         self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
         self._held = HeldMemory(model.device, memory.runtime_bytes)
-        self._most_tokens = sys.maxsize  # of a step, since one did not fit
         # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
         runs_ahead = model.device.type == "cuda" and model.source is None and model.media is None
         self.most_in_flight = 2 if runs_ahead else 1
@@ -299,6 +298,12 @@ class Engine:
                 self._land()
             self._collect_ended()
 
+    def fail(self, request_id: int, error: Exception) -> None:
+        """Ends a request that cannot go on; whoever follows it is told why."""
+        if request_id in self.scheduler.sequences:
+            self._emit(Failed(request_id=request_id, error=error))
+            self.abort(request_id)
+
     def step(self) -> list[Event]:
         """One step for all requests; returns what happened since the last one."""
         self.scheduler.expire(time.perf_counter())
@@ -317,13 +322,16 @@ class Engine:
         """Plans a step and hands it to the device; False when nothing can run before another has landed."""
         self._encode_images()
         self._feed_prompts()
+        budget, most, num_adjustments = self.scheduler.budget, self.scheduler.budget.most, len(self.adjustments)
         while (plan := self.scheduler.next_step()) is not None:
             started_at = time.perf_counter()
             try:
                 logits = self._begin(plan)
             except BaseException as error:
-                self.scheduler.fail(plan.step)
+                self._fail_step(plan)
+                del self.adjustments[num_adjustments:]
                 if not is_out_of_memory(error) or not self._halve(plan):
+                    budget.most = most
                     raise
             else:
                 self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
@@ -339,14 +347,27 @@ class Engine:
             self._expect_media(request_id)
         return self._runner.run(plan, self.scheduler.sequences)
 
+    def _fail_step(self, plan: StepPlan) -> None:
+        self.scheduler.fail(plan.step)
+        if self.scheduler.limits.restarts_after_failure:
+            for chunk in plan.chunks:
+                self.model.lane.release(chunk.sequence_id)
+                if chunk.sequence_id in self._active:
+                    self._expect_media(chunk.sequence_id)
+
     def _halve(self, plan: StepPlan) -> bool:
-        """Steps of at most half as many tokens from now on; False if less would not help, or cannot be had."""
-        has_prompt = any(chunk.is_prompt for chunk in plan.chunks)
-        if not has_prompt or plan.num_tokens < 2 or plan.num_tokens > self._most_tokens:
+        """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help."""
+        budget = self.scheduler.budget
+        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.is_prompt)
+        if num_tokens < 2 or self.lane.reads_whole or (budget.most and num_tokens > budget.most):
             return False
-        self._most_tokens = plan.num_tokens // 2
+        if self.config.strict and self.config.chunk_size is not None:
+            raise InvalidSetting(
+                f"--strict: a step with {num_tokens} prompt tokens did not fit into the memory. Lower --chunk-size."
+            )
+        budget.most = num_tokens // 2
         self.adjustments.append(
-            f"steps of at most {self._most_tokens} tokens: one of {plan.num_tokens} did not fit into the memory"
+            f"at most {budget.most} prompt tokens in a step from now on: {num_tokens} did not fit into the memory"
         )
         return True
 
@@ -358,7 +379,7 @@ class Engine:
             chosen = self._choose_tokens(plan, flight.logits)
         except BaseException:
             self._flights.clear()
-            self.scheduler.fail(plan.step)
+            self._fail_step(plan)
             raise
         # What is launched early waits for the step before it; the host may learn late that a step is done.
         landed_at = time.perf_counter()
@@ -376,7 +397,8 @@ class Engine:
         if self.recorder is not None:
             pool = self.scheduler.pool
             kv_share = pool.num_held / pool.num_blocks
-            self.recorder.take_step(plan, result, started_at=started_at, kv_share=kv_share)
+            memory_bytes = self._held.num_bytes
+            self.recorder.take_step(plan, result, started_at=started_at, memory_bytes=memory_bytes, kv_share=kv_share)
         for request_id, choice in chosen.items():
             self._emit(choice.event)
             if choice.finish:
@@ -424,8 +446,7 @@ class Engine:
                 self.scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
         except Exception as error:  # of a tower that runs out of memory, say: only who asked is to know
             own = error if isinstance(error, PenstockError) else InvalidMedia(f"The images cannot be encoded: {error}")
-            self._emit(Failed(request_id=request_id, error=own))
-            self.abort(request_id)
+            self.fail(request_id, own)
 
     def _feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk."""
@@ -446,10 +467,9 @@ class Engine:
                     tokens, is_last = feed.take(wanted - num_ahead)
                     if is_last and not feed.num_given:
                         raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
-                    self.scheduler.extend_prompt(sequence.id, tokens, is_last=is_last)
+                    self.scheduler.extend_prompt(sequence.id, self._intake.known(tokens), is_last=is_last)
                 except PenstockError as error:
-                    self._emit(Failed(request_id=sequence.id, error=error))
-                    self.abort(sequence.id)
+                    self.fail(sequence.id, error)
 
     def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, Choice]:
         likeliest = logits.likeliest_tokens()
@@ -528,7 +548,6 @@ class Engine:
             capacity_tokens=self.model.num_blocks * self.config.block_size,
             state_slots=self._resident_states,
         )
-        allowed = min(allowed, self._most_tokens)
         if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
             raise InvalidSetting(
                 f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "

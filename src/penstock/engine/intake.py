@@ -107,6 +107,15 @@ class Intake:
         )
         return dataclasses.replace(plan, adjustments=(*adjustments, *plan.adjustments))
 
+    def known(self, tokens: list[int]) -> list[int]:
+        """The tokens of a text, refused where the tokenizer has more than the model."""
+        size = self._model.spec.vocab_size
+        if tokens and max(tokens) >= size:
+            raise InvalidPrompt(
+                f"The tokenizer gives token {max(tokens)}; the model has {size}. Take both from the same model."
+            )
+        return tokens
+
     def refuse_too_long(self, num_tokens: int) -> None:
         if self._model.source is not None:
             self._model.source.refuse_too_long(num_tokens)
@@ -115,14 +124,25 @@ class Intake:
     def _config_of(self, chunk_size: int | str | None) -> tuple[EngineConfig, tuple[str, ...]]:
         """(the settings that a request with that chunk size runs under, what had to be changed)."""
         if chunk_size is None:
-            return self._config, ()
-        asked = dataclasses.replace(self._config, chunk_size=parse_chunk_size(chunk_size))
+            return self._fitting(self._config), ()
+        asked = self._fitting(dataclasses.replace(self._config, chunk_size=parse_chunk_size(chunk_size)))
         if not self._lane.reads_whole or asked.chunk_size == 0:
             return asked, ()
         message = f"chunk size {chunk_size} is the whole prompt: {self._lane.reason}"
         if self._config.strict:
             raise InvalidSetting(f"--strict: {message}. Leave the chunk size out.")
         return self._config, (message,)
+
+    def _fitting(self, config: EngineConfig) -> EngineConfig:
+        """With chunks as small as they have to be since a step did not fit into the memory."""
+        most, asked = self._scheduler.budget.most, config.most_prompt_tokens
+        if not most or 0 < asked <= most:
+            return config
+        size = {"chunk_size": most} if config.chunk_size is not None else {"max_chunk_size": most}
+        min_chunk_size = min(config.min_chunk_size, most)
+        return dataclasses.replace(
+            config, **size, min_chunk_size=min_chunk_size, overlap=min(config.overlap, most // 2)
+        )
 
     def _tokens(self, prompt: Prompt, media: MediaPrompt | None) -> tuple[int, ...]:
         """None of a feed, which gives them while it is read."""
@@ -135,11 +155,11 @@ class Intake:
 
     def _encode(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
         if isinstance(prompt, str):
-            return self.prompts.text_tokens(prompt)
+            return self.known(self.prompts.text_tokens(prompt))
         if prompt and isinstance(prompt[0], Mapping):
             messages = [item for item in prompt if isinstance(item, Mapping)]
             if len(messages) == len(prompt):
-                return self.prompts.message_tokens(messages)
+                return self.known(self.prompts.message_tokens(messages))
         size = self._model.spec.vocab_size
         tokens = [item for item in prompt if isinstance(item, int) and 0 <= item < size]
         if len(tokens) < len(prompt):

@@ -78,6 +78,8 @@ class PackedMatrix:
 
     def rows(self, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows by their numbers, as embeddings are looked up."""
+        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.num_outputs:
+            raise IndexError(f"rows {int(ids_T.min())} to {int(ids_T.max())} of {self.num_outputs}")
         kernels = c_kernels() if dtype == torch.bfloat16 else None
         if kernels is None:
             return torch.from_numpy(self.values(ids_T.numpy())).to(dtype)

@@ -203,6 +203,7 @@ class TokenBudget:
     floor: int = 1
     target_s: float | None = None
     cost: StepCost | None = None
+    most: int = 0  # prompt tokens of a step, since one with more did not fit into the memory; 0: none failed so
     multiple: int = 1  # of tokens in a step that a target cuts: a GPU's kernels are chosen by the size
 
     @property
@@ -219,9 +220,10 @@ class TokenBudget:
 
     def ceiling_of(self, chunk_size: int | None) -> int:
         """Of a step that carries a prompt with a chunk size of its own; 0: no limit."""
-        if chunk_size is None:
-            return self.ceiling
-        return max(self.ceiling, chunk_size) if self.ceiling and chunk_size else 0
+        ceiling = self.ceiling
+        if chunk_size is not None:
+            ceiling = max(ceiling, chunk_size) if ceiling and chunk_size else 0
+        return min(ceiling, self.most) if ceiling and self.most else ceiling or self.most
 
     def allowance(
         self, load: StepLoad, start: int, wanted: int, stretch: float = 1.0, *, chunk_size: int | None = None

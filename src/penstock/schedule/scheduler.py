@@ -35,6 +35,7 @@ class Limits:
     priority: PrefillPriority = PrefillPriority.INTERLEAVED
     max_waiting: int | None = None  # requests in the queue; None: no limit
     max_waiting_tokens: int | None = None
+    restarts_after_failure: bool = False  # the lane keeps what a broken step may have changed
     reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
 
 
@@ -253,14 +254,18 @@ class Scheduler:
     def fail(self, step: int) -> None:
         """The step did not happen, nor any after it: every sequence stands where it stood, and goes on from there.
 
-        Recurrent state may have advanced in some layers, so such a sequence goes back to its last checkpoint.
+        Recurrent state may have advanced in some layers, so such a sequence goes back to its last checkpoint; what a
+        lane keeps itself begins again.
         """
         assert any(flight.plan.step == step for flight in self._flights), f"step {step} is not in flight"
         while self._flights and self._flights[-1].plan.step >= step:
-            for chunk in self._flights.pop().plan.chunks:
+            plan = self._flights.pop().plan
+            self._untold_admitted += plan.admitted
+            self._untold_preempted += plan.preempted
+            for chunk in plan.chunks:
                 self._take_back(chunk)
                 sequence = self.sequences[chunk.sequence_id]
-                if chunk.state is not None:
+                if chunk.state is not None or self.limits.restarts_after_failure:
                     self.holdings.start_over(sequence)
                 if sequence.is_leaving:
                     self._leave_if_landed(sequence)
@@ -379,7 +384,9 @@ class Scheduler:
                 break
             start = sequence.num_scheduled
             if self.limits.overlap:
-                start = self.holdings.overlapped_start(sequence, self.limits.overlap)
+                # Where little fits, half of it is new.
+                overlap = self.limits.overlap if self.limits.overlap < num_tokens else num_tokens // 2
+                start = self.holdings.overlapped_start(sequence, overlap)
             # The overlap is part of the chunk, but a chunk always reaches new tokens.
             num_tokens = max(num_tokens, sequence.num_scheduled - start + 1)
             stops = self._stops(sequence)

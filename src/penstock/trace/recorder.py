@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.plan.machine import resident_bytes
 from penstock.request import Chunk, Failed, Finished, FinishReason, Request, StepPlan, StepResult
 from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
 
@@ -158,7 +157,9 @@ class Recorder:
         course = Course(id=request.id, arrived_s=arrived_s, prompt_tokens=num_tokens, adjustments=adjustments)
         self._courses[request.id] = course
 
-    def take_step(self, plan: StepPlan, result: StepResult, *, started_at: float, kv_share: float) -> None:
+    def take_step(
+        self, plan: StepPlan, result: StepResult, *, started_at: float, memory_bytes: int, kv_share: float
+    ) -> None:
         started_s = started_at - self._began_at
         for request_id in plan.preempted:
             if course := self._courses.get(request_id):
@@ -166,9 +167,7 @@ class Recorder:
         for chunk in plan.chunks:
             if course := self._courses.get(chunk.sequence_id):
                 course.take_chunk(chunk, result, started_s)
-        ran = Ran(
-            plan=plan, result=result, started_s=started_s, memory_bytes=resident_bytes(), kv_share=min(1.0, kv_share)
-        )
+        ran = Ran(plan=plan, result=result, started_s=started_s, memory_bytes=memory_bytes, kv_share=min(1.0, kv_share))
         self._keep(ran)
         if self.listeners:
             self._tell(ran.record())
