@@ -55,6 +55,7 @@ class ModelPlan:
     model: str
     lane: LaneFacts
     dtype: str
+    max_context: int
     prompt: PromptPlan
     peak_by_chunk_size: Mapping[int, int]
 
@@ -293,7 +294,9 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}
-    return ModelPlan(model=model, lane=lane, dtype=dtype, prompt=prompt, peak_by_chunk_size=peaks)
+    return ModelPlan(
+        model=model, lane=lane, dtype=dtype, max_context=max_context, prompt=prompt, peak_by_chunk_size=peaks
+    )
 
 
 def plan(model: str = defaults.DEFAULT_MODEL, *, prompt_tokens: int, **settings: Any) -> ModelPlan:
