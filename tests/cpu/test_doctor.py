@@ -15,6 +15,8 @@ from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from penstock.doctor.diagnosis import Status
+from penstock.doctor.speed import diagnose_exactness
 from penstock.plan.machine import has_fast_bfloat16, num_physical_cores
 
 
@@ -138,6 +140,21 @@ def test_what_cannot_be_timed_by_chunks_says_so(tmp_path):
     assert shown.exit_code == 0
     ((finding, _),) = worse(shown, "speed")
     assert "passes over it" in finding
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_that_forget_are_found_on_the_loaded_weights(load, dtype):
+    engine = load(dtype=dtype)
+    assert diagnose_exactness(engine).status is Status.GOOD
+
+    def forget(plan, result):
+        for keys in engine.model.lane.attention.storage.keys:
+            keys.zero_()
+
+    engine.on_step = forget
+    found = diagnose_exactness(engine)
+    assert found.status is Status.PROBLEM
+    assert "--chunk-size 0" in found.remedy
 
 
 def test_the_text_shows_each_finding_and_its_remedy(folder):

@@ -64,7 +64,7 @@ def diagnose_speed(model: str, config: EngineConfig) -> SpeedFindings:
             load_s = time.perf_counter() - began
             if obstacle := _obstacle(engine):
                 return SpeedFindings(diagnoses=(obstacle,), speed=None)
-            exactness = tuple(_exactness(engine))
+            exactness = (diagnose_exactness(engine),)
             speed = measured(engine, load_s=load_s)
             return SpeedFindings(diagnoses=(*exactness, *_told(speed)), speed=speed)
     except PenstockError as error:
@@ -161,7 +161,7 @@ def _write(engine: Engine, prompts: list[list[int]], until: float) -> float:
     return num_tokens / elapsed_s
 
 
-def _exactness(engine: Engine) -> Iterator[Diagnosis]:
+def diagnose_exactness(engine: Engine) -> Diagnosis:
     """The loaded weights themselves, in chunks and whole; two of three prompts must agree."""
     found = sorted(_difference(engine, seed) for seed in range(3))
     limit = ROUNDING[engine.model.dtype]
@@ -170,9 +170,8 @@ def _exactness(engine: Engine) -> Iterator[Diagnosis]:
         f"the whole prompt; rounding in {engine.model.dtype} is below {limit:g}"
     )
     if found[1] <= limit:
-        yield good("exactness", finding)
-    else:
-        yield problem("exactness", finding, "Read prompts whole with --chunk-size 0, and report this as a bug")
+        return good("exactness", finding)
+    return problem("exactness", finding, "Read prompts whole with --chunk-size 0, and report this as a bug")
 
 
 def _difference(engine: Engine, seed: int) -> float:
