@@ -27,8 +27,8 @@ from tiny_vision_models import (
 )
 
 from penstock.config import EngineConfig, load_config
+from penstock.doctor.examination import examine
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.doctor import examine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.planning import plan

@@ -14,7 +14,7 @@ from tiny_seq2seq import SEQ2SEQ, randomized, save_tiny_seq2seq, tiny_seq2seq
 import penstock
 from penstock.cache.blocks import BlockPool
 from penstock.config import EngineConfig
-from penstock.engine.doctor import examine
+from penstock.doctor.examination import examine
 from penstock.engine.engine import Engine
 from penstock.engine.planning import plan
 from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong, UnknownLane, UnsupportedModel

@@ -81,7 +81,8 @@ def test_plan_reads_only_config_and_headers(folders, penstock):
 
 
 def test_doctor_shows_the_verdict_and_checks_again_when_asked(folders, penstock):
-    first = penstock("doctor", folders["lfm2"], "--dtype", "float32", "--rerun", "--json")
+    flags = ("--dtype", "float32", "--no-speed")
+    first = penstock("doctor", folders["lfm2"], *flags, "--rerun", "--json")
     assert first.returncode == 0, first.stderr
     report = json.loads(first.stdout)
     assert not report["verdict_was_kept"]
@@ -90,10 +91,10 @@ def test_doctor_shows_the_verdict_and_checks_again_when_asked(folders, penstock)
     native = ["optimized-native-text", "optimized-native-multimodal"]
     assert [lane["id"] for lane in report["lanes"]][:3] == [*native, GENERIC]
     assert report["cpu_kernels"] == {"compiled": False, "reason": "the compiled ones are for bfloat16, not float32"}
-    again = json.loads(penstock("doctor", folders["lfm2"], "--dtype", "float32", "--json").stdout)
+    again = json.loads(penstock("doctor", folders["lfm2"], *flags, "--json").stdout)
     assert again["verdict_was_kept"]
     assert again["verdict"] == report["verdict"]
-    assert "exact" in penstock("doctor", folders["lfm2"], "--dtype", "float32").stdout
+    assert "exact" in penstock("doctor", folders["lfm2"], *flags).stdout
 
 
 def test_code_that_comes_with_a_model_is_refused_in_one_sentence(tmp_path, penstock):

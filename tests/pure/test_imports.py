@@ -24,7 +24,8 @@ ALLOWED = {
     "engine": {"trace", "schedule", "lanes", "prompt", "plan", "cache", "models", "attention"},
     "server": {"engine", "trace", "prompt", "plan", "cache.prefix"},
     "bench": {"engine", "trace", "schedule", "plan", "cache", "models"},
-    "cli": {"bench", "engine", "trace", "server", "lanes", "plan", "prompt", "schedule"},
+    "doctor": {"engine", "trace", "schedule", "lanes", "models", "attention", "prompt", "plan"},
+    "cli": {"bench", "doctor", "engine", "trace", "server", "lanes", "plan", "prompt", "schedule"},
 }
 # Reviewed exceptions: the callable package hands over to the engine only when it is called.
 EXCEPTIONS = {("plan/__init__.py", "engine.planning")}
@@ -45,6 +46,9 @@ NO_TORCH += [
     "models/gguf.py",
     "models/gguf_translation.py",
     "bench",
+    "doctor/advice.py",
+    "doctor/diagnosis.py",
+    "doctor/machine.py",
     "engine/planning.py",
     "request.py",
     "config.py",

@@ -2,84 +2,117 @@
 
 from __future__ import annotations
 
+import sys
+
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
+from rich.text import Text
 
-from penstock.cli.report import Lane
-from penstock.engine.doctor import Examination
-from penstock.lanes.lane import GENERIC_MULTIMODAL
-from penstock.lanes.verdicts import Finding, Verdict
+from penstock.config import EngineConfig
+from penstock.doctor.diagnosis import Diagnosis, Status
+from penstock.doctor.machine import MachineFacts, diagnose_machine
+from penstock.doctor.model import ModelFindings, diagnose_model
+from penstock.doctor.speed import Speed, diagnose_speed
+from penstock.lanes.verdicts import Verdict
+from penstock.trace.document import Environment, Lane
+from penstock.trace.environment import environment
+
+EXIT_OK, EXIT_PROBLEM = 0, 2
+MARKS = {Status.GOOD: ("ok", "green"), Status.NOTE: ("note", "yellow"), Status.PROBLEM: ("problem", "red")}
 
 
-class LaneClaim(BaseModel):
+class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+
+class LaneClaim(_Document):
     id: str
     eligible: bool
     reason: str
 
 
-class CpuKernels(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class CpuKernels(_Document):
     compiled: bool
     reason: str
 
 
-class DoctorReport(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class DoctorReport(_Document):
+    """Fields of a model are None where something before them was in the way."""
 
     model: str
-    dtype: str
-    device: str
-    lane: Lane
+    environment: Environment
+    diagnoses: list[Diagnosis]
+    dtype: str | None
+    device: str | None
+    lane: Lane | None
     lanes: list[LaneClaim]
-    verdict: Verdict | None
+    verdict: Verdict | None  # None also where a lane is exact by how it is built
     verdict_was_kept: bool
-    cpu_kernels: CpuKernels | None  # None: the device is no CPU
+    cpu_kernels: CpuKernels | None  # None also where the device is no CPU
+    speed: Speed | None  # None also where it was not asked for
 
     @classmethod
-    def of(cls, found: Examination) -> DoctorReport:
-        claims, kernels = found.claims.items(), found.kernels
+    def of(cls, model: str, where: Environment, found: ModelFindings, speed: Speed | None) -> DoctorReport:
+        seen = found.examination
+        kernels = seen.kernels if seen else None
+        claims = seen.claims.items() if seen else ()
         return cls(
-            model=found.model,
-            dtype=found.dtype,
-            device=found.device,
-            lane=Lane.of(found.lane),
+            model=model,
+            environment=where,
+            diagnoses=found.diagnoses,
+            dtype=seen.dtype if seen else None,
+            device=seen.device if seen else None,
+            lane=Lane.of(seen.lane) if seen else None,
             lanes=[LaneClaim(id=lane, eligible=claim.eligible, reason=claim.reason) for lane, claim in claims],
-            verdict=found.verdict,
-            verdict_was_kept=found.was_kept,
+            verdict=seen.verdict if seen else None,
+            verdict_was_kept=seen.was_kept if seen else False,
             cpu_kernels=CpuKernels(compiled=kernels.are_compiled, reason=kernels.reason) if kernels else None,
+            speed=speed,
         )
 
 
-def show_examination(found: Examination, *, as_json: bool) -> None:
+def run_doctor(model: str, config: EngineConfig, *, rerun: bool, with_speed: bool, as_json: bool) -> int:
+    """Looks at the machine, the model and its speed, in this order; what is in the way of one ends there."""
+    out = Console(highlight=False, soft_wrap=True, quiet=as_json)
+    progress = Console(stderr=True, highlight=False)
+    facts = MachineFacts.here(config)
+    machine = diagnose_machine(facts)
+    _show(out, "this machine", machine)
+    with progress.status(f"looking at {model}"):
+        found = diagnose_model(model, config, rerun=rerun)
+    _show(out, model, found.diagnoses)
+    speed = None
+    if with_speed and found.can_load:
+        with progress.status(f"loading {model} and timing it, for 20 seconds at most"):
+            timed = diagnose_speed(model, config)
+        speed = timed.speed
+        _show(out, "loaded", timed.diagnoses)
+        found.diagnoses += timed.diagnoses
+    found.diagnoses = [*machine, *found.diagnoses]
+    if speed is not None:
+        out.print(f"\nfor prompts of up to {speed.recommended.prompt_tokens:,} tokens:", style="bold")
+        out.print(f"  penstock serve {model} {speed.recommended.flags}", markup=False)
     if as_json:
-        print(DoctorReport.of(found).model_dump_json(indent=2))
-        return
-    console = Console(highlight=False)
-    console.print(f"{found.model} ({found.dtype}, {found.device})", style="bold")
-    for lane_id, claim in found.claims.items():
-        console.print(f"  {'can' if claim.eligible else 'cannot':<7}{lane_id}: {claim.reason}")
-    console.print(f"lane {found.lane.id}: {found.lane.reason}")
-    if found.kernels is not None:
-        console.print(f"attention: {'compiled C' if found.kernels.are_compiled else 'torch'}; {found.kernels.reason}")
-    if found.verdict is None:
-        console.print("chunks: exact by how this lane is built; the tests hold it to transformers", style="green")
-        return
-    console.print("kept from an earlier check; --rerun checks again" if found.was_kept else "checked just now")
-    _show(console, "chunks", found.verdict)
-    _show(console, "packed calls", found.verdict.packing)
-    if found.verdict.picture is not None:
-        _show(console, "pictures", found.verdict.picture)
-    elif found.lane.id == GENERIC_MULTIMODAL:
-        console.print("pictures: not tried yet; loading the model does, with its processor")
-    if found.verdict.real_weights is not None:
-        _show(console, "real weights", found.verdict.real_weights)
-    elif found.dtype != "float32":
-        console.print(f"real weights: not compared in {found.dtype} yet; loading the model does, if --memory allows")
+        device = found.examination.device if found.examination else "cpu"
+        where = environment(device=device, num_threads=facts.num_threads)
+        print(DoctorReport.of(model, where, found, speed).model_dump_json(indent=2))
+    return _end(found.diagnoses)
 
 
-def _show(console: Console, what: str, finding: Finding) -> None:
-    word, style = ("exact", "green") if finding.exact else ("not exact", "yellow")
-    console.print(f"{what}: {word}; {finding.reason}", style=style)
+def _show(out: Console, title: str, diagnoses: list[Diagnosis] | tuple[Diagnosis, ...]) -> None:
+    out.print(f"{title}", style="bold", markup=False)
+    for diagnosis in diagnoses:
+        word, style = MARKS[diagnosis.status]
+        out.print(Text.assemble("  ", (f"{word:<8}", style), f"{diagnosis.topic}: {diagnosis.finding}"))
+        if diagnosis.remedy is not None:
+            out.print(f"          -> {diagnosis.remedy}", markup=False)
+
+
+def _end(diagnoses: list[Diagnosis]) -> int:
+    problems = [diagnosis for diagnosis in diagnoses if diagnosis.status is Status.PROBLEM]
+    if not problems:
+        return EXIT_OK
+    first = problems[0]
+    number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems, the first"
+    print(f"penstock: {number}: {first.finding}. {first.remedy}.", file=sys.stderr)
+    return EXIT_PROBLEM

@@ -266,19 +266,25 @@ def plan(
 def doctor(
     context_of_call: typer.Context,
     model: Model = DEFAULT_MODEL,
+    memory: Memory = None,
+    context: Context = None,
     lane: LaneId = None,
     strict: Strict = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
-    rerun: Annotated[bool, typer.Option("--rerun", help="Check again, whatever was found before.")] = False,
+    threads: Threads = None,
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Load the model and time it, for 20 seconds at most.")
+    ] = True,
+    rerun: Annotated[bool, typer.Option("--rerun", help="Check exactness again, whatever was found before.")] = False,
     json: Json = False,
 ) -> None:
-    """Say which lanes can run a model and whether it can be read in exact chunks. Loads no weights."""
-    from penstock.cli.doctor import show_examination
-    from penstock.engine.doctor import examine
+    """Look at the machine, a model and its speed, and say what to mend and what to ask for. Exit code 2: a problem."""
+    config = _config(context_of_call)
+    from penstock.cli.doctor import run_doctor
 
-    show_examination(examine(model, _config(context_of_call), rerun=rerun), as_json=json)
+    raise typer.Exit(run_doctor(model, config, rerun=rerun, with_speed=speed, as_json=json))
 
 
 @app.command()

@@ -58,6 +58,7 @@ class ModelPlan:
     lane: LaneFacts
     dtype: str
     quantize: str  # none, keep, int8 or int4
+    max_context: int
     prompt: PromptPlan
     peak_by_chunk_size: Mapping[int, int]
 
@@ -319,7 +320,15 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}
     quantize = choose_quantize(config, files, device) if lane.id == NATIVE_TEXT else "none"
-    return ModelPlan(model=model, lane=lane, dtype=dtype, quantize=quantize, prompt=prompt, peak_by_chunk_size=peaks)
+    return ModelPlan(
+        model=model,
+        lane=lane,
+        dtype=dtype,
+        quantize=quantize,
+        max_context=max_context,
+        prompt=prompt,
+        peak_by_chunk_size=peaks,
+    )
 
 
 def plan(model: str = defaults.DEFAULT_MODEL, *, prompt_tokens: int, **settings: Any) -> ModelPlan:

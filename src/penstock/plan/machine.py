@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,25 @@ def available_bytes() -> int:
     """Free memory of the machine, or of the control group where that is less."""
     candidates = [_machine_available(), _cgroup_available()]
     return min(value for value in candidates if value is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMemory:
+    total_bytes: int
+    available_bytes: int  # of the control group, where that has less
+    swap_bytes: int
+    swap_used_bytes: int
+
+
+def machine_memory() -> MachineMemory:
+    table = {line.split(":")[0]: int(line.split()[1]) * KIB for line in _lines(Path("/proc/meminfo"))}
+    swap = table.get("SwapTotal", 0)
+    return MachineMemory(
+        total_bytes=table.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        available_bytes=available_bytes(),
+        swap_bytes=swap,
+        swap_used_bytes=swap - table.get("SwapFree", swap),
+    )
 
 
 @cache

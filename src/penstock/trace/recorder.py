@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from penstock.request import Chunk, Failed, Finished, FinishReason, Request, StepPlan, StepResult
 from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
@@ -56,13 +57,11 @@ class Course:
     arrived_s: float
     prompt_tokens: int | None
     started_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
+    token_times_s: list[float] = field(default_factory=list)
     cached_tokens: int = 0
-    written_tokens: int = 0
+    written_tokens: int | None = None  # None: as many as there are times
     num_preemptions: int = 0
     chunks: list[ChunkTime] = field(default_factory=list)
-    gaps_ms: list[float] = field(default_factory=list)
     adjustments: tuple[str, ...] = ()
     ended_s: float | None = None
     outcome: Outcome | None = None
@@ -78,34 +77,27 @@ class Course:
             ms = round(result.elapsed_s * 1e3, 3)
             self.chunks.append(ChunkTime(step=result.step, start=chunk.start, end=chunk.end, ms=ms))
         if chunk.sequence_id in result.token_by_sequence:
-            self._take_token(started_s + result.elapsed_s)
-
-    def _take_token(self, at_s: float) -> None:
-        if self.first_token_s is None:
-            self.first_token_s = at_s
-        else:
-            self.gaps_ms.append(round(max(0.0, at_s - self.last_token_s) * 1e3, 3))
-        self.last_token_s = at_s
-        self.written_tokens += 1
+            self.token_times_s.append(started_s + result.elapsed_s)
 
     def record(self) -> TraceRequest:
         def since_arrival_ms(at_s: float | None) -> float | None:
             return None if at_s is None else round(max(0.0, at_s - self.arrived_s) * 1e3, 3)
 
+        times = self.token_times_s
         return TraceRequest(
             id=self.id,
             arrived_s=round(self.arrived_s, 6),
             queue_ms=since_arrival_ms(self.started_s),
-            ttft_ms=since_arrival_ms(self.first_token_s),
+            ttft_ms=since_arrival_ms(times[0] if times else None),
             ended_s=None if self.ended_s is None else round(self.ended_s, 6),
             outcome=self.outcome,
             error=self.error,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            written_tokens=self.written_tokens,
+            written_tokens=len(times) if self.written_tokens is None else self.written_tokens,
             num_preemptions=self.num_preemptions,
             chunks=tuple(self.chunks),
-            gaps_ms=tuple(self.gaps_ms),
+            gaps_ms=tuple(round(max(0.0, after - before) * 1e3, 3) for before, after in pairwise(times)),
             adjustments=self.adjustments,
         )
 

@@ -154,8 +154,8 @@ def _reasons(step: TraceStep, like_ms: list[float], *, is_first: bool) -> Iterab
     if is_first:
         yield "the first step: code and buffers are touched for the first time"
     elif is_unlike:
-        others = len(like_ms) - 1
-        yield f"{step.elapsed_ms / typical:.1f} x the median of {others} like it: something else had the machine"
+        ratio, others = step.elapsed_ms / typical, len(like_ms) - 1
+        yield f"{ratio:.1f} x the median of {others} like it: something else may have had the machine"
     if step.predicted_ms and step.elapsed_ms > SLOW * step.predicted_ms:
         yield f"{step.elapsed_ms / step.predicted_ms:.1f} x what was predicted ({step.predicted_ms:,.0f} ms)"
 

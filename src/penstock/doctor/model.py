@@ -1,0 +1,154 @@
+"""A model before it is loaded: its files, its tokenizer, its lane, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.doctor.diagnosis import Diagnosis, Status, good, note, refused
+from penstock.doctor.examination import Examination, examine
+from penstock.engine.loading import chat_template, load_tokenizer
+from penstock.engine.planning import ModelPlan, plan_model
+from penstock.errors import PenstockError
+from penstock.lanes.verdicts import Finding
+from penstock.models.files import ModelFiles, resolve
+from penstock.models.weights import open_weights
+from penstock.prompt.tokens import Tokenizer
+
+GIB = 2**30
+NO_COMPILER = "apt-get install gcc (or put another C compiler on the PATH)"
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelFindings:
+    """What is known of a model; None: something before it was in the way."""
+
+    diagnoses: list[Diagnosis] = field(default_factory=list)
+    examination: Examination | None = None
+    plan: ModelPlan | None = None  # of a prompt that fills the context
+    can_load: bool = False  # its weights are here, and nothing known is in the way
+
+
+def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> ModelFindings:
+    """Every part that can be looked at is, so that all that is to be mended is known at once."""
+    found = ModelFindings()
+
+    def look(topic: str, part: Callable[[], Iterable[Diagnosis]]) -> None:
+        try:
+            found.diagnoses += part()
+        except PenstockError as error:
+            found.diagnoses.append(refused(topic, error))
+
+    def lane() -> Iterator[Diagnosis]:
+        found.examination = examine(model, config, rerun=rerun)
+        return _lane(found.examination)
+
+    def budget() -> list[Diagnosis]:
+        found.plan = _full_plan(model, config)
+        return [_fit(found.plan)]
+
+    try:
+        config_files = resolve(model, weights=False)
+    except PenstockError as error:
+        found.diagnoses.append(refused("files", error))
+        return found
+    is_local = config_files.gguf is not None or Path(model).expanduser().is_dir()
+    look("lane", lane)
+    look("files", lambda: [_files(resolve(model)) if is_local else _remote_files(model)])
+    if is_local:
+        look("tokenizer", lambda: _tokenizer(config_files))
+    if found.examination is not None:
+        look("budget", budget)
+    is_refused = any(diagnosis.status is Status.PROBLEM for diagnosis in found.diagnoses)
+    found.can_load = is_local and not is_refused
+    return found
+
+
+def _remote_files(model: str) -> Diagnosis:
+    finding = "the config is here; the weights are fetched from the hub when the model is first loaded"
+    remedy = f"hf download {model}, and pass the folder that it prints, for the checks of weights and speed"
+    return note("files", finding, remedy)
+
+
+def _files(files: ModelFiles) -> Diagnosis:
+    weights = open_weights(files)
+    num_bytes = sum(path.stat().st_size for path in files.weight_files)
+    names = "1 weight file" if len(files.weight_files) == 1 else f"{len(files.weight_files)} weight files"
+    stored = f"{len(weights.names)} tensors, most of them {weights.quantization}"
+    return good("files", f"config and {names}, {num_bytes / GIB:.2f} GiB: {stored}; every header is sound")
+
+
+def _tokenizer(files: ModelFiles) -> Iterator[Diagnosis]:
+    parts = load_tokenizer(files)
+    streaming = Tokenizer(parts.backend).streaming
+    if streaming.cuttable:
+        yield good("tokenizer", f"texts are encoded as they arrive; {streaming.reason}")
+    else:
+        remedy = "Nothing is wrong: a text is encoded before its first chunk. Split texts of many megabytes yourself"
+        yield note("tokenizer", streaming.reason, remedy)
+    template = chat_template(parts)
+    if template is None:
+        remedy = "Take the version of the model for chats, or give texts that it shall continue"
+        yield note("template", "the model has no chat template: a text is continued as it is", remedy)
+
+
+def _lane(found: Examination) -> Iterator[Diagnosis]:
+    lane, verdict = found.lane, found.verdict
+    if lane.reads_whole:
+        remedy = "Raise --memory for long prompts; a newer transformers may read it in chunks (--rerun checks again)"
+        yield note("lane", f"{lane.id}: prompts are read whole; {lane.reason}", remedy)
+    else:
+        yield good("lane", f"{lane.id}: {lane.reason}")
+    if verdict is not None and not lane.reads_whole:
+        kept = "as an earlier check found" if found.was_kept else "checked just now"
+        yield good("exactness", f"{kept}; {verdict.reason}")
+        yield from _part("pictures", verdict.picture)
+        yield from _part("weights", verdict.real_weights)
+    if found.kernels is not None and found.dtype == "bfloat16":
+        yield _kernels(found)
+
+
+def _part(name: str, finding: Finding | None) -> Iterator[Diagnosis]:
+    if finding is not None and finding.exact:
+        yield good("exactness", f"{name}: {finding.reason}")
+
+
+def _kernels(found: Examination) -> Diagnosis:
+    kernels = found.kernels
+    assert kernels is not None
+    if kernels.are_compiled:
+        return good("attention", f"C kernels, {kernels.reason}")
+    remedies = {
+        "switched off": "Leave cpu_kernels out of the settings (PENSTOCK_CPU_KERNELS, penstock.toml)",
+        "there is no C compiler": NO_COMPILER,
+        "cannot compile": "Install a newer gcc or clang, or name one in CC",
+        "cannot be kept": "Make the cache folder writable, or name another in XDG_CACHE_HOME",
+    }
+    remedy = next((way for words, way in remedies.items() if words in kernels.reason), None)
+    if remedy is None:  # another processor or system: torch is what there is
+        return good("attention", f"torch's kernels; {kernels.reason}")
+    return note("attention", f"torch's kernels, which read at about half the speed; {kernels.reason}", remedy)
+
+
+def _full_plan(model: str, config: EngineConfig) -> ModelPlan:
+    """Of the longest prompt that the model takes."""
+    return plan_model(model, max(1, plan_model(model, 1, config).max_context - 1), config)
+
+
+def _fit(plan: ModelPlan) -> Diagnosis:
+    prompt = plan.prompt
+    peak, budget = prompt.peak_bytes / GIB, prompt.budget_bytes / GIB
+    if prompt.fits:
+        finding = f"a prompt of {prompt.prompt_tokens:,} tokens takes {peak:.2f} GiB; the budget is {budget:.2f}"
+        return good("budget", finding)
+    finding = f"{budget:.2f} GiB hold no prompt of {prompt.prompt_tokens:,} tokens, all that the model could read"
+    remedy = f"Raise --memory to {rounded_up(prompt.peak_bytes)} for those; shorter ones run"
+    return note("budget", finding, remedy)
+
+
+def rounded_up(num_bytes: float) -> str:
+    """As --memory takes it."""
+    tenths = -(-int(num_bytes * 10) // GIB)
+    return f"{tenths / 10:g}GiB"

@@ -1,0 +1,209 @@
+"""A loaded model, measured: whether chunks change nothing, how fast it reads and writes, what to ask for."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.config import EngineConfig
+from penstock.doctor.advice import CONTEXT, NUM_STREAMS, SIZES, latency_target_ms, nearly_fastest
+from penstock.doctor.diagnosis import Diagnosis, good, note, problem, refused
+from penstock.doctor.model import rounded_up
+from penstock.engine.engine import Engine
+from penstock.engine.loading import load_model
+from penstock.errors import PenstockError
+from penstock.request import Token
+from penstock.schedule.budget import StepCost, StepLoad
+
+MOST_SECONDS = 20.0
+READING_SHARE = 0.6
+NUM_WRITTEN = 12
+NEW = 100  # a seed that no prompt before had: nothing of it comes from the prefix cache
+PROMPT_TOKENS = 2048
+MARGIN = 1.1  # of memory, as the prediction is held to
+# Mean difference of log-probabilities by which chunks may differ from the whole prompt: rounding.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
+CHECKED_TOKENS, CHECKED_CHUNK = 64, 13
+
+
+class Recommendation(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    memory: str
+    prompt_tokens: int  # that this much memory holds
+    chunk_size: int
+    latency_target_ms: int | None  # None: even the longest that is tried leaves prompts too little
+    flags: str
+
+
+class Speed(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    load_s: float
+    measured_s: float
+    read_tokens_per_s: dict[int, float]  # by chunk size, after 1,024 tokens
+    write_tokens_per_s: float  # of one answer
+    write_tokens_per_s_of_4: float  # of four together
+    recommended: Recommendation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedFindings:
+    diagnoses: tuple[Diagnosis, ...]
+    speed: Speed | None  # None: it could not be measured
+
+
+def diagnose_speed(model: str, config: EngineConfig) -> SpeedFindings:
+    began = time.perf_counter()
+    try:
+        with Engine(load_model(model, config), config) as engine:
+            load_s = time.perf_counter() - began
+            if obstacle := _obstacle(engine):
+                return SpeedFindings(diagnoses=(obstacle,), speed=None)
+            exactness = (diagnose_exactness(engine),)
+            speed = measured(engine, load_s=load_s)
+            return SpeedFindings(diagnoses=(*exactness, *_told(speed)), speed=speed)
+    except PenstockError as error:
+        return SpeedFindings(diagnoses=(refused("loading", error),), speed=None)
+
+
+def _obstacle(engine: Engine) -> Diagnosis | None:
+    """What cannot be timed by chunks."""
+    remedy = "Time a prompt with penstock run, and explain it with --trace and penstock trace"
+    if engine.model.source is not None:
+        return note("speed", "not timed: chunks of a source are passes over it, not tokens", remedy)
+    if engine.lane.reads_whole:
+        return note("speed", "not timed: prompts are read whole", remedy)
+    if engine.scheduler.capacity < 2 * SIZES[0]:
+        return note("speed", f"not timed: memory holds {engine.scheduler.capacity} tokens", "Raise --memory")
+    return None
+
+
+def measured(engine: Engine, *, load_s: float, most_seconds: float = MOST_SECONDS) -> Speed:
+    began = time.perf_counter()
+    observations: list[tuple[StepLoad, float]] = []
+    ceiling = engine.scheduler.budget.ceiling
+    engine.generate(_tokens(engine, 8), max_tokens=2, ignore_eos=True)  # first uses compile and cache
+    engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
+    prompt = _tokens(engine, min(PROMPT_TOKENS, engine.scheduler.capacity // 2), seed=NEW)
+    try:
+        sizes = _read(engine, prompt, observations, began + READING_SHARE * most_seconds)
+        engine.scheduler.budget.ceiling = ceiling
+        context = min(CONTEXT, sum(sizes)) if engine.scheduler.prefix is not None else min(16, len(prompt))
+        alone = _write(engine, [prompt[:context]], began + 0.8 * most_seconds)
+        together = _write(engine, [prompt[:context]] * NUM_STREAMS, began + most_seconds)
+    finally:
+        engine.on_step = None
+        engine.scheduler.budget.ceiling = ceiling
+    cost = StepCost.fitted(observations)
+    rates = {size: _rate(cost, size) for size in sizes}
+    return Speed(
+        load_s=round(load_s, 1),
+        measured_s=round(time.perf_counter() - began, 1),
+        read_tokens_per_s={size: round(rate, 1) for size, rate in rates.items()},
+        write_tokens_per_s=round(alone, 1),
+        write_tokens_per_s_of_4=round(together, 1),
+        recommended=recommend(engine, cost, rates, context),
+    )
+
+
+def recommend(engine: Engine, cost: StepCost, rates: Mapping[int, float], context: int) -> Recommendation:
+    """`context`: of the answers whose steps were timed."""
+    chunk = nearly_fastest(rates)
+    memory, budget = engine.model.memory, engine.model.budget_bytes
+    num_tokens = engine.scheduler.capacity
+    needed = MARGIN * memory.peak_bytes(chunk=chunk, context=num_tokens)
+    target = latency_target_ms(cost, max(rates.values()), context)
+    amount = rounded_up(min(needed, budget))
+    flags = f"--memory {amount} --chunk-size {chunk}"
+    if target is not None:
+        flags += f" --latency-target-ms {target}"
+    return Recommendation(
+        memory=amount, prompt_tokens=num_tokens, chunk_size=chunk, latency_target_ms=target, flags=flags
+    )
+
+
+def _read(engine: Engine, prompt: list[int], observations: list[tuple[StepLoad, float]], until: float) -> list[int]:
+    """The chunk sizes that were read: larger ones as long as there is time, memory and prompt for them."""
+    scheduler = engine.scheduler
+    request_id = engine.submit(prompt, max_tokens=1)
+    sizes: list[int] = []
+    for size in SIZES:
+        is_slow = bool(sizes) and size * observations[-1][1] / sizes[-1] > until - time.perf_counter()
+        if is_slow or len(prompt) - sum(sizes) < size:
+            break
+        scheduler.budget.ceiling = size
+        engine.step()
+        if observations[-1][0].num_tokens < size:
+            break  # as much as memory allows
+        sizes.append(size)
+    engine.abort(request_id)
+    return sizes
+
+
+def _write(engine: Engine, prompts: list[list[int]], until: float) -> float:
+    """Tokens per second, once all have begun; two steps at least, whatever they take."""
+    ids = {engine.submit(prompt, max_tokens=NUM_WRITTEN + 1, ignore_eos=True) for prompt in prompts}
+    begun: set[int] = set()
+    while begun < ids:
+        begun |= {event.request_id for event in engine.step() if isinstance(event, Token)}
+    began, num_steps, num_tokens = time.perf_counter(), 0, 0
+    while engine.scheduler.has_work and (num_steps < 2 or time.perf_counter() < until):
+        num_tokens += sum(isinstance(event, Token) for event in engine.step())
+        num_steps += 1
+    elapsed_s = time.perf_counter() - began
+    for request_id in ids:
+        engine.abort(request_id)
+    return num_tokens / elapsed_s
+
+
+def diagnose_exactness(engine: Engine) -> Diagnosis:
+    """The loaded weights themselves, in chunks and whole; two of three prompts must agree."""
+    found = sorted(_difference(engine, seed) for seed in range(3))
+    limit = ROUNDING[engine.model.dtype]
+    finding = (
+        f"the loaded weights give log-probabilities in chunks of {CHECKED_CHUNK} that are {found[1]:.1g} from those of "
+        f"the whole prompt; rounding in {engine.model.dtype} is below {limit:g}"
+    )
+    if found[1] <= limit:
+        return good("exactness", finding)
+    return problem("exactness", finding, "Read prompts whole with --chunk-size 0, and report this as a bug")
+
+
+def _difference(engine: Engine, seed: int) -> float:
+    tokens = _tokens(engine, CHECKED_TOKENS, seed=seed)
+    whole, chunked = (
+        engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=size).prompt_logprobs
+        for size in (0, CHECKED_CHUNK)
+    )
+    assert whole is not None
+    assert chunked is not None
+    pairs = [(one, other) for one, other in zip(whole, chunked, strict=True) if one is not None and other is not None]
+    return sum(abs(one.logprob - other.logprob) for one, other in pairs) / len(pairs)
+
+
+def _tokens(engine: Engine, length: int, seed: int = 0) -> list[int]:
+    """At random, but for what stands for an image that is not there."""
+    generator, size = random.Random(seed), engine.model.spec.vocab_size
+    reader = engine.model.media
+    image_token = None if reader is None else reader.lane.media.image_token_id
+    drawn = (generator.randrange(size) for _ in range(length))
+    return [(token + 1) % size if token == image_token else token for token in drawn]
+
+
+def _rate(cost: StepCost, size: int) -> float:
+    return size / max(1e-9, cost.predict(StepLoad().with_chunk(CONTEXT, size)))
+
+
+def _told(speed: Speed) -> Iterator[Diagnosis]:
+    rates = ", ".join(f"{rate:,.0f} by {size}" for size, rate in speed.read_tokens_per_s.items())
+    yield good("speed", f"loads in {speed.load_s} s; reads {rates} tokens per second, after {CONTEXT:,} of them")
+    four = f"{speed.write_tokens_per_s_of_4:,.1f} in four answers together"
+    yield good("speed", f"writes {speed.write_tokens_per_s:,.1f} tokens per second, {four}")
+    if speed.recommended.latency_target_ms is None:
+        finding = "beside four answers a prompt reads at less than half its speed, whatever the latency target"
+        yield note("speed", finding, "Leave --latency-target-ms out, or take a smaller model")

@@ -1,0 +1,96 @@
+"""What the doctor makes of machines that are not this one: every finding that is not good has a way out."""
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.doctor.advice import latency_target_ms, nearly_fastest
+from penstock.doctor.diagnosis import Diagnosis, Status, refused
+from penstock.doctor.machine import MachineFacts, Need, diagnose_machine
+from penstock.engine.planning import DeviceMemory
+from penstock.errors import MemoryTooSmall
+from penstock.plan.machine import MachineMemory
+from penstock.schedule.budget import StepCost
+
+GIB = 2**30
+TORCH = Need(asked="torch>=2.11,<2.14", installed="2.13.0+cpu", is_met=True)
+GPU = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
+MEMORY = MachineMemory(total_bytes=32 * GIB, available_bytes=30 * GIB, swap_bytes=0, swap_used_bytes=0)
+HEALTHY = MachineFacts(
+    python="3.11.7",
+    needs=(TORCH,),
+    extras={"fastapi": "1", "PIL": "11"},
+    torch_is_cpu_build=True,
+    triton=None,
+    flashinfer=None,
+    processor="a processor",
+    flags=frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile"}),
+    num_cores=8,
+    num_threads=8,
+    load=0.3,
+    memory=MEMORY,
+    has_driver=False,
+    gpu=None,
+)
+
+
+def test_a_healthy_machine_has_nothing_to_mend():
+    found = diagnose_machine(HEALTHY)
+    assert {diagnosis.status for diagnosis in found} == {Status.GOOD}
+    shown = " ".join(diagnosis.finding for diagnosis in found)
+    assert all(
+        word in shown for word in ("Python 3.11.7", "torch 2.13.0", "AVX-512", "bfloat16", "AMX", "30.0 of 32.0")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "status", "found", "remedy"),
+    [
+        ({"needs": (dataclasses.replace(TORCH, installed="2.9", is_met=False),)}, "packages", "problem", "2.9", "pip"),
+        ({"extras": {"fastapi": None}}, "packages", "note", "fastapi", "penstock[serve]"),
+        ({"num_threads": 64}, "threads", "problem", "64 threads on 8", "--threads 8"),
+        ({"num_threads": 2}, "threads", "note", "2 of 8", "--threads 8"),
+        ({"load": 7.0}, "load", "note", "7.0 processes share 8", "quiet"),
+        ({"flags": frozenset({"avx2"})}, "processor", "note", "no bfloat16", "smaller"),
+        ({"has_driver": True}, "GPU", "problem", "build for CPUs", "CUDA"),
+        ({"has_driver": True, "torch_is_cpu_build": False}, "GPU", "problem", "gives no GPU", "nvidia-smi"),
+        ({"gpu": GPU}, "attention", "problem", "Triton is not there", "pip install triton"),
+        ({"gpu": GPU, "triton": "3.6"}, "attention", "note", "FlashInfer", "penstock[cuda]"),
+        ({"memory": dataclasses.replace(MEMORY, available_bytes=GIB // 2)}, "memory", "problem", "0.5 of", "Close"),
+        (
+            {"memory": dataclasses.replace(MEMORY, swap_bytes=8 * GIB, swap_used_bytes=3 * GIB)},
+            *("swap", "note", "3.0 of 8.0", "Close"),
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_remedy(changes, topic, status, found, remedy):
+    worse = [d for d in diagnose_machine(dataclasses.replace(HEALTHY, **changes)) if d.status is not Status.GOOD]
+    assert [(diagnosis.topic, diagnosis.status.value) for diagnosis in worse] == [(topic, status)]
+    assert found in worse[0].finding
+    assert remedy in worse[0].remedy
+
+
+def test_a_gpu_with_everything_is_good():
+    found = diagnose_machine(dataclasses.replace(HEALTHY, gpu=GPU, has_driver=True, triton="3.6", flashinfer="0.6"))
+    assert {diagnosis.status for diagnosis in found} == {Status.GOOD}
+
+
+def test_an_error_is_told_with_its_way_out_apart():
+    told = refused("budget", MemoryTooSmall("The budget is 0.1 GiB; it needs 0.6 (0.3 of it weights). Raise --memory."))
+    assert told.finding == "The budget is 0.1 GiB; it needs 0.6 (0.3 of it weights)"
+    assert told.remedy == "Raise --memory"
+    assert refused("files", MemoryTooSmall("Too small.")).finding == "Too small"
+    with pytest.raises(ValidationError):
+        Diagnosis(topic="x", status=Status.NOTE, finding="bad, and no way out")
+
+
+def test_the_smallest_chunk_that_is_nearly_as_fast_is_recommended():
+    assert nearly_fastest({16: 100, 64: 180, 256: 197, 1024: 200}) == 256
+    assert nearly_fastest({16: 200, 64: 190}) == 16
+
+
+def test_the_target_leaves_a_prompt_half_its_speed_beside_four_answers():
+    cost = StepCost((0.010, 0.001, 0.0, 0.00001))  # 10 ms a step, 1 ms a token, 10 us a token of an answer's context
+    assert latency_target_ms(cost, best_rate=900, context=100) == 100  # 64 tokens in 82 ms; 50 ms hold only 16
+    assert latency_target_ms(cost, best_rate=10**9, context=100) is None
