@@ -45,6 +45,8 @@ NO_TORCH += [
     "lanes/verdicts.py",
     "models/gguf.py",
     "models/gguf_translation.py",
+    "models/packing.py",
+    "models/projections.py",
     "bench",
     "doctor/advice.py",
     "doctor/diagnosis.py",
@@ -55,7 +57,7 @@ NO_TORCH += [
     "errors.py",
 ]
 # Where torch and transformers are imported by the function that needs them.
-MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py"}
+MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py", "bench/cpu_peers.py"}
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:

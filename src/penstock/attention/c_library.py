@@ -109,7 +109,12 @@ class CKernels:
 
 def c_kernels() -> CKernels | None:
     """None where torch has to do the work."""
-    library = kernels().library
+    return _c_kernels() if _is_wanted else None
+
+
+@cache
+def _c_kernels() -> CKernels | None:
+    library = _found().library
     parallel = _torch_parallel() if library is not None else None
     return None if library is None or parallel is None else CKernels(library=library, parallel=parallel)
 

@@ -77,7 +77,7 @@ class CpuAttention:
         self.storage = storage
         self.block_size = block_size
         self._inputs: ForwardInputs | None = None
-        self._runs: list[tuple[Run, ...]] = []
+        self._runs: list[tuple[Run, ...]] = []  # of the step's chunks, made when torch first needs them
         self._compiled = make_compiled(storage, block_size)
 
     @property
@@ -87,10 +87,7 @@ class CpuAttention:
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         self._inputs = inputs
-        self._runs = [
-            contiguous_runs(blocks, self.block_size, length)
-            for blocks, length in zip(inputs.block_table, inputs.context_lens, strict=True)
-        ]
+        self._runs = []
         if self._compiled is not None:
             self._compiled.begin_step(inputs)
 
@@ -150,6 +147,11 @@ class CpuAttention:
         """(first row, first position, end position, runs) of each chunk."""
         assert self._inputs is not None, "begin_step comes first"
         starts = self._inputs.query_starts
+        if not self._runs:
+            self._runs = [
+                contiguous_runs(blocks, self.block_size, length)
+                for blocks, length in zip(self._inputs.block_table, self._inputs.context_lens, strict=True)
+            ]
         for index, end in enumerate(self._inputs.context_lens):
             num_rows = starts[index + 1] - starts[index]
             yield starts[index], end - num_rows, end, self._runs[index]

@@ -111,8 +111,10 @@ INLINE size_t place_of(const struct attention *a, int chunk, int kv_head, int po
 /* Asks for keys and values ahead of their use: a head's rows lie too far apart for the processor to guess. */
 static void fetch_ahead(const struct attention *a, int chunk, int kv_head, int first, int end)
 {
-    for (int position = first; position < end; position++) {
-        size_t place = place_of(a, chunk, kv_head, position);
+    size_t stride = (size_t)a->num_kv_heads * a->head_size, place = 0;
+    for (int position = first, left = 0; position < end; position++, place += stride, left--) {
+        if (!left)
+            place = place_of(a, chunk, kv_head, position), left = a->block_size - position % a->block_size;
         for (int dim = 0; dim < a->head_size; dim += 32) {
             _mm_prefetch((const char *)(a->keys + place + dim), _MM_HINT_T0);
             _mm_prefetch((const char *)(a->values + place + dim), _MM_HINT_T0);
@@ -120,13 +122,19 @@ static void fetch_ahead(const struct attention *a, int chunk, int kv_head, int f
     }
 }
 
-/* Where the keys from `first` on lie; those past `count` repeat the last one. */
+/* Where the keys from `first` on lie; those past `count` repeat the last one. Positions are looked up once per block. */
 static void locate(const struct attention *a, int chunk, int kv_head, int first, int count, struct scratch *w)
 {
-    for (int i = 0; i < KEYS; i++) {
-        size_t place = place_of(a, chunk, kv_head, first + smaller(i, count - 1));
+    size_t stride = (size_t)a->num_kv_heads * a->head_size, place = 0;
+    for (int i = 0, left = 0; i < count; i++, place += stride, left--) {
+        if (!left)
+            place = place_of(a, chunk, kv_head, first + i), left = a->block_size - (first + i) % a->block_size;
         w->key_rows[i] = a->keys + place;
         w->value_rows[i] = a->values + place;
+    }
+    for (int i = count; i < KEYS; i++) {
+        w->key_rows[i] = w->key_rows[count - 1];
+        w->value_rows[i] = w->value_rows[count - 1];
     }
 }
 

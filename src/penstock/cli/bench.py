@@ -25,6 +25,7 @@ add_suites(bench)
 EXIT_CHECK_FAILED = 1
 SCENARIO_NAMES = ("beside-64k", "questions", "bursts", "day")
 COST_NAMES = ("h200", "cpu")
+CPU_PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3")
 MOST_US_AT_256 = 1_000.0
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
@@ -152,6 +153,40 @@ def _gpu(
             measured.profile()
     facts = {"engine": "penstock", "batched": chunk_size, "device": torch.cuda.get_device_name()}
     print("RESULT", dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}))
+
+
+@bench.command()
+def cpu(
+    model: Annotated[str, typer.Argument(help="smollm2, a .gguf file or a folder.")] = DEFAULT_MODEL,
+    peers: Annotated[str, typer.Option(help="transformers, llama.cpp, both with a comma between, or none.")] = "none",
+    only: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CPU_PARTS)}; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds after one that is not counted.")] = 3,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")] = None,
+    llama_python: Annotated[
+        str | None, typer.Option(help="A Python that has llama-cpp-python; this one unless given.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure reading and writing on this processor beside other programs, in turns, each in its own process."""
+    from penstock.bench.cpu import PEERS, default_settings, measure_cpu
+    from penstock.cli.cpu_table import show_cpu
+
+    asked = [] if peers == "none" else [name.strip() for name in peers.split(",")]
+    settings = default_settings(
+        model=model,
+        parts=tuple(_chosen("--only", only, CPU_PARTS)),
+        peers=tuple(_chosen("--peers", asked, PEERS)) if asked else (),
+        repeats=repeats,
+        lengths=tuple(length) if length else None,
+        threads=threads,
+        llama_python=llama_python,
+    )
+    report = measure_cpu(settings)
+    if json:
+        print(report.model_dump_json(indent=2))
+    else:
+        show_cpu(report)
 
 
 def _chosen(flag: str, names: list[str] | None, known: tuple[str, ...]) -> list[str]:

@@ -60,7 +60,7 @@ class _Product(ctypes.Structure):
 def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor | PackedMatrix) -> CKernels | None:
     """None where torch has to multiply: many rows, or another layout."""
     if isinstance(weight_OI, PackedMatrix):
-        return kernels_for(x_TI) if x_TI.dim() == 2 and len(x_TI) <= MOST_PACKED_ROWS else None
+        return kernels_for(x_TI) if x_TI.dim() == 2 and x_TI.shape[0] <= MOST_PACKED_ROWS else None
     if x_TI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
         return None
     num_rows, num_inputs = x_TI.shape
@@ -137,7 +137,7 @@ def multiply(
     num_rows, num_inputs = x_TI.shape
     is_packed = isinstance(weight_OI, PackedMatrix)
     dtype = torch.float32 if is_wide else x_TI.dtype
-    out_TO = torch.empty(num_rows, len(weight_OI), dtype=dtype) if add_to is None else add_to
+    out_TO = torch.empty(num_rows, weight_OI.shape[0], dtype=dtype) if add_to is None else add_to
     num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
     if is_packed:
         group_sums = torch.empty(num_rows * (num_inputs // GROUP))
@@ -154,7 +154,7 @@ def multiply(
         parallel=kernels.parallel,
         num_rows=num_rows,
         num_inputs=num_inputs,
-        num_outputs=len(weight_OI),
+        num_outputs=weight_OI.shape[0],
         adds=add_to is not None,
         num_threads=num_threads,
         is_int4=is_packed and weight_OI.format is Format.INT4,
