@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DOCUMENT := docs/concepts
 QUESTION := In one short paragraph, what does Penstock do with a long prompt?
 
-.PHONY: setup run test check docs bench evidence clean
+.PHONY: setup run test check docs bench charts evidence clean
 
 setup: $(VENV)/.installed
 
@@ -32,8 +32,14 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup
+	$(BIN)/penstock bench quick
 	$(BIN)/penstock bench scheduling-cost
 	$(BIN)/penstock bench schedule
+
+# On a quiet machine, with llama-cpp-python in .venv or in the interpreter that PENSTOCK_PEER_PYTHON names.
+charts: setup
+	$(BIN)/penstock bench full --plot docs/pictures
+	$(BIN)/penstock bench memory --peers transformers,llama.cpp --plot docs/pictures
 
 evidence: setup
 	$(BIN)/python -m pytest -m evidence

@@ -1,10 +1,15 @@
 """Readers in processes of their own: the same question to each, and the same answer from those with equal weights."""
 
+import subprocess
+
 import pytest
 from tiny_models import prompt
 
-from penstock.bench.peers import PeerFailed, Reader, own_settings, peer_settings
+from penstock.bench.peers import PeerFailed, Reader, interpreter, own_settings, peer_settings
+from penstock.config import DEFAULT_MODEL
+from penstock.engine.loading import load_tokenizer
 from penstock.errors import InvalidSetting
+from penstock.models.files import resolve
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +50,23 @@ def test_what_a_peer_cannot_do_is_refused(tiny):
         peer_settings(["vllm"], "smollm2", context=64)
     with pytest.raises(InvalidSetting, match="GGUF"):
         peer_settings(["llama.cpp"], str(tiny("llama")[0]), context=64)
+
+
+@pytest.mark.evidence
+def test_all_peers_answer_the_same_question_alike():
+    has_llama_cpp = subprocess.run(
+        [interpreter("llama.cpp"), "-c", "import llama_cpp"], check=False, capture_output=True
+    )
+    if has_llama_cpp.returncode:
+        pytest.skip("llama-cpp-python is not installed, and PENSTOCK_PEER_PYTHON names no interpreter that has it")
+    backend = load_tokenizer(resolve(DEFAULT_MODEL)).backend
+    question = backend.encode(
+        "Rome is the capital of Italy. Berlin is the capital of Germany. Paris is the capital of"
+    ).ids
+    own = own_settings("penstock", DEFAULT_MODEL, context=256, chunk_size=8)
+    answers = {}
+    for settings in (own, *peer_settings(["transformers", "llama.cpp"], DEFAULT_MODEL, context=256)):
+        with Reader(settings) as reader:
+            answers[settings.name] = backend.decode(reader.read(question, 4).token_ids)
+    assert len(answers) == 5
+    assert all("France" in answer for answer in answers.values()), answers

@@ -42,7 +42,7 @@ class Reading(_Answer):
 
     read_s: float
     write_s: float
-    peak_bytes: int  # resident, since the reading began
+    peak_bytes: int  # resident or, where a GPU is used, allocated on it, since the reading began
     token_ids: tuple[int, ...]
 
     @property
