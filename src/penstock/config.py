@@ -22,11 +22,12 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 # What becomes resident with the first chunk: the code and buffers of the matrix library.
 FIRST_CALL_BYTES_ESTIMATE = 28 * 2**20
-# Resident bytes of Python, torch and the tokenizer on x86-64 Linux with torch 2.13: the middle of 300 to 400 MB, which
-# depends on how much of the libraries' files is cached, and the first chunk. The engine measures its own.
-RUNTIME_BYTES_ESTIMATE = 336 * 2**20 + FIRST_CALL_BYTES_ESTIMATE
-# What importing a model class of transformers adds.
-TRANSFORMERS_BYTES_ESTIMATE = 134 * 2**20
+# Resident bytes of Python and torch on x86-64 Linux with torch 2.13, with the first chunk. The engine measures its own.
+RUNTIME_BYTES_ESTIMATE = 256 * 2**20 + FIRST_CALL_BYTES_ESTIMATE
+# Of a tokenizer: 410 for words, 590 for byte pairs from a GGUF file.
+TOKENIZER_BYTES_PER_TOKEN_ESTIMATE = 500
+# What importing a model class of transformers adds: 196 to 226 MB.
+TRANSFORMERS_BYTES_ESTIMATE = 200 * 2**20
 # Share of the free memory left to others when no budget is given.
 FREE_MEMORY_MARGIN = 0.1
 # Of the memory beside the weights that recurrent states may take.

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 from tiny_models import CONFIGS, prompt, save_tiny_model
 
 from penstock.engine.engine import Engine
+from penstock.models import fla_recurrence
 
 TOLERANCE = 1e-4
 NUM_GENERATED = 16
@@ -71,6 +72,18 @@ def test_bfloat16_in_chunks_is_no_further_from_float32_than_the_whole_prompt(nam
     for chunk_size in (1, 7, 64):
         logits, _ = read(name, chunk_size=chunk_size, dtype="bfloat16")
         assert (logits[0] - exact[0]).abs().max() <= 1.5 * yardstick
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5"])
+def test_the_kernels_of_flash_linear_attention_are_no_further_from_float32_than_torch(name, read, monkeypatch):
+    pytest.importorskip("fla")
+    exact, _ = read(name, chunk_size=0)
+    with monkeypatch.context() as without:
+        without.setattr(fla_recurrence, "installed", lambda: None)
+        yardstick = (read(name, chunk_size=0, dtype="bfloat16")[0][0] - exact[0]).abs().max()
+    for chunk_size in (0, 1, 7, 64):
+        logits, _ = read(name, chunk_size=chunk_size, dtype="bfloat16")
+        assert (logits[0] - exact[0]).abs().max() <= 1.5 * yardstick, f"chunk size {chunk_size}"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope", "qwen2-mixed-windows"])

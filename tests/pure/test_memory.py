@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,3 +101,12 @@ def test_the_estimate_says_what_chunking_saves():
 
 def test_an_empty_prompt_costs_nothing():
     assert peak_memory_estimate(SHAPE, 0, 512).full_prefill_bytes == 0
+
+
+def test_a_packed_matrix_is_bounded_where_the_device_packs_panels():
+    bound = 1000
+    bounded = dataclasses.replace(MEMORY, most_packed_bytes=bound)
+    matrix = SHAPE.largest_matrix * SHAPE.dtype_bytes
+    assert MEMORY.activation_bytes(8, 8) - bounded.activation_bytes(8, 8) == matrix - bound
+    loose = dataclasses.replace(MEMORY, most_packed_bytes=2 * matrix)
+    assert loose.activation_bytes(8, 8) == MEMORY.activation_bytes(8, 8)

@@ -45,6 +45,8 @@ LARGEST_CONTEXT_BYTES = GIB
 ENCODER_SHARE, MOST_ENCODER_BYTES = 1 / 8, GIB // 2
 FEATURE_SHARE, MOST_FEATURE_BYTES = 1 / 16, GIB // 4
 TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING}
+# A CPU's matrix library packs panels: 67 MB in bfloat16 or 134 MB in float32 take no more than this.
+MOST_PACKED_BYTES = {"cpu": 16 * 2**20, "cuda": None}
 
 
 NO_SHARED_PREFIXES = "the prefix cache is off: the model keeps its own cache for each sequence"
@@ -167,6 +169,7 @@ def memory_model(
     return MemoryModel(
         shape=shape,
         tiling=TILINGS[device],
+        most_packed_bytes=MOST_PACKED_BYTES[device],
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
         num_running_states=num_running,
@@ -212,6 +215,7 @@ def generic_memory_model(
     memory = MemoryModel(
         shape=shape,
         tiling=tiling,
+        most_packed_bytes=MOST_PACKED_BYTES[device],
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
         num_running_states=num_own_states(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes),
@@ -231,7 +235,13 @@ def native_media_memory_model(
         num_parameters=num_stored_parameters(files) or shape.num_parameters,
         state_bytes_per_token=rows_per_token * shape.hidden_size * DTYPE_BYTES[dtype],
     )
-    memory = MemoryModel(shape=shape, tiling=TILINGS[device], runtime_bytes=runtime_bytes, block_size=config.block_size)
+    memory = MemoryModel(
+        shape=shape,
+        tiling=TILINGS[device],
+        most_packed_bytes=MOST_PACKED_BYTES[device],
+        runtime_bytes=runtime_bytes,
+        block_size=config.block_size,
+    )
     return dataclasses.replace(memory, media_bytes=sum(media_shares(memory, budget_bytes)))
 
 
@@ -280,6 +290,16 @@ def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int, d
     return capacity
 
 
+def estimated_runtime_bytes(model_config: Mapping[str, Any], lane: LaneFacts) -> int:
+    """Of Python, the libraries that the lane imports and the tokenizer, before anything was imported."""
+    text_config = model_config.get("text_config") or {}
+    vocabulary = model_config.get("vocab_size") or text_config.get("vocab_size") or 0
+    libraries = defaults.RUNTIME_BYTES_ESTIMATE
+    if lane.id != NATIVE_TEXT:
+        libraries += defaults.TRANSFORMERS_BYTES_ESTIMATE
+    return libraries + vocabulary * defaults.TOKENIZER_BYTES_PER_TOKEN_ESTIMATE
+
+
 def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPlan:
     if prompt_tokens < 1:
         raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
@@ -290,10 +310,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     require_plain_weights(config, lane)
     dtype = choose_dtype(config.dtype, files.config, device)
     is_source = lane.id == SEQ2SEQ_SOURCE
-    host_bytes = defaults.RUNTIME_BYTES_ESTIMATE
-    if lane.id != NATIVE_TEXT:
-        host_bytes += defaults.TRANSFORMERS_BYTES_ESTIMATE
-    runtime_bytes = gpu.runtime_bytes if gpu is not None else host_bytes
+    runtime_bytes = gpu.runtime_bytes if gpu is not None else estimated_runtime_bytes(files.config, lane)
     budget = config.memory or (gpu.default_budget if gpu is not None else default_memory_budget())
     verdict = None
     if lane.id in CHECKED_LANES:

@@ -10,7 +10,7 @@ from penstock.config import EngineConfig
 from penstock.engine.checking import Checks
 from penstock.engine.generic_loading import way_adjustments
 from penstock.engine.loading import LoadedModel, LoadStart
-from penstock.engine.planning import TILINGS, choose_dtype, context_limit, require_room
+from penstock.engine.planning import MOST_PACKED_BYTES, TILINGS, choose_dtype, context_limit, require_room
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import DTYPE_BYTES, LaneFacts
 from penstock.lanes.seq2seq import Seq2SeqLane
@@ -38,6 +38,7 @@ def _load_seq2seq(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     memory = MemoryModel(
         shape=seq2seq_shape(spec, DTYPE_BYTES[start.dtype]),
         tiling=TILINGS[device.type],
+        most_packed_bytes=MOST_PACKED_BYTES[device.type],
         runtime_bytes=start.runtime_bytes,
         block_size=config.block_size,
     )

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.attention.backend import ForwardInputs
+from penstock.models import fla_recurrence
 
 TILE = 64
 
@@ -69,8 +70,15 @@ def convolve(
     return F.silu(out_TC, inplace=True)
 
 
-def recur(tokens: Tokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor) -> torch.Tensor:
-    """[T, H, V]: what the tokens of a step read; the matrices of its chunks advance in place."""
+def recur(
+    tokens: Tokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[T, H, V]: what the tokens of a step read; the matrices of its chunks advance in place.
+
+    `dtype`: the model's own, to which a kernel may round what it multiplies.
+    """
+    if kernels := fla_recurrence.kernels_for(tokens, dtype):
+        return fla_recurrence.recur_in_one_call(kernels, tokens, inputs, matrices_SHKV, dtype)
     out_THV = torch.empty_like(tokens.v_NHV)
     for rows, slot in inputs.longer_chunks():
         out_THV[rows] = advance(tokens.rows(rows), matrices_SHKV[slot])

@@ -24,7 +24,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     num_parameters: int
-    largest_matrix: int  # elements of the largest matrix of a layer: a product may repack it
+    largest_matrix: int  # elements of the largest matrix of a layer: a product may pack it anew
     dtype_bytes: int
     max_context: int
     attends_through_scores: bool = False  # softcaps: scores are materialised tile by tile
@@ -67,6 +67,7 @@ class MemoryModel:
     num_running_states: int = 0  # slots of the pool, where the model has recurrent state
     num_checkpoints: int = 0
     media_bytes: int = 0  # kept for features of media and for one call of their encoder
+    most_packed_bytes: int | None = None  # of a matrix, while a product runs; None: all of it
 
     def state_bytes(self, num_tokens: int) -> int:
         """Of one sequence of that many tokens: its own state and the checkpoints that are kept on the way."""
@@ -79,7 +80,7 @@ class MemoryModel:
 
     def activation_bytes(self, chunk: int, context: int) -> int:
         """Everything that lives only while `chunk` tokens that end at `context` are computed."""
-        return self._linear_bytes(chunk) + self._attention_bytes(chunk, context) + self._repacking_bytes(chunk)
+        return self._linear_bytes(chunk) + self._attention_bytes(chunk, context) + self._packing_bytes(chunk)
 
     def logits_bytes(self, num_rows: int) -> int:
         """Logits in the model's dtype, in float32, and their softmax."""
@@ -159,12 +160,13 @@ class MemoryModel:
             return partial + rows * shape.num_heads * keys * (2 * 4 + shape.dtype_bytes)
         return partial
 
-    def _repacking_bytes(self, chunk: int) -> int:
+    def _packing_bytes(self, chunk: int) -> int:
+        """While a product of many rows runs: a tile of weights that were kept in few bits, and what the library packs."""
         if chunk == 1:
             return 0
-        tile = self.shape.unpacked_tile_bytes
-        matrix = self.shape.largest_matrix * self.shape.dtype_bytes
-        return matrix if not tile else tile + min(tile, matrix)
+        tile, matrix = self.shape.unpacked_tile_bytes, self.shape.largest_matrix * self.shape.dtype_bytes
+        packed = min(tile, matrix) if tile else matrix
+        return tile + (packed if self.most_packed_bytes is None else min(packed, self.most_packed_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
