@@ -98,19 +98,21 @@ def advance(tokens: Tokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
 
 
 def _advance_tile(tokens: Tokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
-    q_HNK, k_HNK, v_HNV = (x.transpose(0, 1) for x in (tokens.q_NHK, tokens.k_NHK, tokens.v_NHV))
-    total_HN = tokens.decay_NH.cumsum(0).t()
+    # Products of heads that lie apart are slower than the copies.
+    q_HNK, k_HNK, v_HNV = (x.transpose(0, 1).contiguous() for x in (tokens.q_NHK, tokens.k_NHK, tokens.v_NHV))
+    k_HKN = k_HNK.transpose(1, 2)
+    total_HN = tokens.decay_NH.t().cumsum(1)
     since_start_HN1 = total_HN.exp()[..., None]
     # How much of what token j wrote is left at token i; nothing of what comes later.
     later_HNN = (total_HN[:, :, None] - total_HN[:, None, :]).tril_().exp_().tril_()
     written_HNV = v_HNV
     if tokens.beta_NH is not None:
         beta_HN1 = tokens.beta_NH.t()[..., None]
-        wanted_HNV = beta_HN1 * (v_HNV - (k_HNK * since_start_HN1) @ matrix_HKV)
-        system_HNN = beta_HN1 * (k_HNK @ k_HNK.transpose(1, 2)) * later_HNN
+        wanted_HNV = torch.baddbmm(v_HNV, k_HNK * since_start_HN1, matrix_HKV, alpha=-1).mul_(beta_HN1)
+        system_HNN = (k_HNK @ k_HKN).mul_(later_HNN).mul_(beta_HN1)
         written_HNV = torch.linalg.solve_triangular(system_HNN, wanted_HNV, upper=False, unitriangular=True)
-    read_HNV = (q_HNK * since_start_HN1) @ matrix_HKV
-    read_HNV += (q_HNK @ k_HNK.transpose(1, 2) * later_HNN) @ written_HNV
+    seen_HNN = (q_HNK @ k_HKN).mul_(later_HNN)
+    read_HNV = (q_HNK * since_start_HN1 @ matrix_HKV).baddbmm_(seen_HNN, written_HNV)
     until_end_HN1 = (total_HN[:, -1:] - total_HN).exp()[..., None]
     matrix_HKV.mul_(since_start_HN1[:, -1:])
     matrix_HKV.baddbmm_((k_HNK * until_end_HN1).transpose(1, 2), written_HNV)
