@@ -2,12 +2,14 @@
 
 import dataclasses
 import io
+import json
 
 import pytest
 import torch
 from logit_recorder import LogitRecorder
-from tiny_models import VOCABULARY, prompt, reference_logits
+from tiny_models import VOCABULARY, prompt, reference_logits, save_tiny_model
 
+from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, InvalidSetting, MemoryTooSmall, PromptTooLong, UnknownLane
 from penstock.prompt.source import TextPart
 from penstock.request import Finished, PrefillProgress, Token
@@ -401,3 +403,16 @@ def test_cancelling_ahead_waits_for_what_is_in_flight_and_an_equal_prompt_resume
         retry = engine.generate(tokens, max_tokens=6, ignore_eos=True)
         assert retry.num_cached_tokens == 32 * (num_steps + 1)
         assert retry.token_ids == expected
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_it_shows(tmp_path):
+    save_tiny_model("llama", tmp_path)
+    path = tmp_path / "tokenizer.json"
+    known = json.loads(path.read_text())
+    known["model"]["vocab"]["beyond"] = VOCABULARY
+    path.write_text(json.dumps(known))
+    with Engine.load(str(tmp_path), dtype="float32", threads=1) as engine:
+        assert engine.generate("w1 w2", max_tokens=1).token_ids
+        for prompt_of_text in ("w1 beyond", engine.chat_feed([TextPart.of_text("w1 beyond")])):
+            with pytest.raises(InvalidPrompt, match=f"gives token {VOCABULARY}; the model has {VOCABULARY}"):
+                engine.generate(prompt_of_text, max_tokens=1)

@@ -84,7 +84,7 @@ def test_a_product_is_of_the_codes_and_a_row_does_not_depend_on_its_neighbours(p
 def test_many_rows_are_multiplied_with_the_matrix_unpacked_tile_by_tile(packed, monkeypatch):
     monkeypatch.setattr("penstock.models.packing.TILE_VALUES", 48 * 96)
     matrix, values = packed_matrix(packed, 200, 96)
-    tiles = list(matrix.tiles(torch.bfloat16))
+    tiles = [(outputs, tile.clone()) for outputs, tile in matrix.tiles(torch.bfloat16)]
     assert [outputs.start for outputs, _ in tiles] == [0, 48, 96, 144, 192]
     assert torch.equal(torch.cat([tile for _, tile in tiles]), values.bfloat16())
     assert torch.equal(matrix.rows(torch.tensor([3, 199, 16]), torch.bfloat16), values.bfloat16()[[3, 199, 16]])
@@ -163,3 +163,10 @@ def _weights(decoder):
 def test_keep_needs_a_quantized_file(load):
     with pytest.raises(InvalidSetting, match="needs a GGUF file with quantized weights"):
         load("llama", quantize="keep")
+
+
+def test_rows_that_are_not_there_are_refused():
+    matrix, _ = packed_matrix(Format.INT8, 200, 96)
+    for wrong in (200, -1, 10**7):
+        with pytest.raises(IndexError):
+            matrix.rows(torch.tensor([3, wrong]), torch.bfloat16)

@@ -16,7 +16,7 @@ from penstock.errors import InvalidSetting, InvalidTrace
 from penstock.request import Chunk, Finished, Output, Request, SamplingParams, StepPlan, StepResult
 from penstock.trace.document import Environment, Lane, Limits, Trace, TraceModel, require_writable
 from penstock.trace.perfetto import write_perfetto
-from penstock.trace.recorder import MOST_CHUNKS, Recorder
+from penstock.trace.recorder import GAPS_PER_CHUNK, GAPS_PER_REQUEST, MOST_CHUNKS, MOST_GAPS, Recorder
 from penstock.trace.summary import summarize
 
 HEAD = Trace(
@@ -225,6 +225,21 @@ def test_what_is_kept_is_bounded_and_what_is_not_is_counted():
     assert recording.ran[0].plan.step == 5
     recent = clock.recorder.taken(last_s=0.0105)
     assert (len(recent.ran), recent.num_dropped_steps) == (11, MOST_CHUNKS // 1000 - 6)
+
+
+def test_ended_requests_are_bounded_by_what_they_hold():
+    clock = Clock()
+    most = MOST_GAPS // GAPS_PER_REQUEST
+    for request_id in range(most + 5):
+        clock.arrive(request_id, 1)
+        clock.end(request_id, "stop", num_prompt=1, num_written=1)
+    assert [request.id for request in clock.recorder.taken().ended] == list(range(5, most + 5))
+    clock.arrive(most + 5, 1)
+    for _ in range(101):
+        clock.run((most + 5, 0, 1, 1), ms=1)
+    clock.end(most + 5, "stop", num_prompt=1, num_written=101)
+    # Its chunks and gaps take the place of others.
+    assert len(clock.recorder.taken().ended) == most - (101 * GAPS_PER_CHUNK + 100) // GAPS_PER_REQUEST - 1
 
 
 # --- others read it -----------------------------------------------------------------------------------------

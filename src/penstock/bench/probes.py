@@ -10,6 +10,8 @@ from penstock.bench.peers import Reader, ReaderSettings
 from penstock.bench.samples import ProbeResult, Samples
 from penstock.bench.stalls import read_beside
 from penstock.bench.workbench import OWN, Workbench
+from penstock.errors import PenstockError
+from penstock.request import Output
 
 STREAM_CONTEXT = 100
 MOST_SECONDS_BESIDE = 300.0
@@ -61,7 +63,7 @@ def warm_ttft(bench: Workbench) -> ProbeResult:
     probe, length = Measuring(bench), bench.sizes.ttft_tokens
     bench.write(bench.prompt(length, "warm"))
     for index in probe.rounds(3 * bench.sizes.repeats):
-        probe.samples.note(OWN, "ttft_s", bench.write(bench.prompt(length, "ttft", index)).ttft_s or 0.0, length)
+        probe.samples.note(OWN, "ttft_s", _ttft_s(bench.write(bench.prompt(length, "ttft", index))), length)
     return probe.result("warm-ttft", "prompt tokens")
 
 
@@ -75,7 +77,7 @@ def prompt_scaling(bench: Workbench) -> ProbeResult:
         for index in probe.rounds():
             for length in lengths:
                 prompt = bench.prompt(length, "scaling", index)
-                probe.samples.note(OWN, "read_s", bench.write(prompt).ttft_s or 0.0, length)
+                probe.samples.note(OWN, "read_s", _ttft_s(bench.write(prompt)), length)
                 for reader in readers:
                     probe.samples.note(reader.settings.name, "read_s", reader.read(prompt).read_s, length)
     return probe.result("prompt-scaling", "prompt tokens")
@@ -101,7 +103,7 @@ def chunk_sweep(bench: Workbench) -> ProbeResult:
         for chunk_size in bench.sizes.chunk_sizes:
             prompt = bench.prompt(length, "sweep", chunk_size, index)
             output = bench.write(prompt, chunk_size=chunk_size)
-            probe.samples.note(OWN, "read_s", output.ttft_s or 0.0, chunk_size)
+            probe.samples.note(OWN, "read_s", _ttft_s(output), chunk_size)
     for chunk_size in bench.sizes.chunk_sizes:
         settings = bench.own_reader(OWN, context=length + 64, chunk_size=chunk_size)
         probe.samples.note(OWN, "peak_bytes", _peak_bytes(settings, bench.prompt(length, "sweep")), chunk_size)
@@ -150,6 +152,10 @@ def concurrency(bench: Workbench) -> ProbeResult:
                 )
                 for gap_s in beside.gaps_s:
                     probe.samples.note(name, "gap_s", gap_s)
+                if beside.num_read < sizes.beside_tokens:
+                    raise PenstockError(
+                        f"{name}: {beside.num_read} tokens in {MOST_SECONDS_BESIDE:g} s, not all of them."
+                    )
                 probe.samples.note(name, "longest_gap_s", max(beside.gaps_s))
                 probe.samples.note(name, "ttft_s", beside.seconds)
                 bench.forget_prefixes()
@@ -168,7 +174,7 @@ def chat_growth(bench: Workbench) -> ProbeResult:
             for turn in range(1, sizes.num_turns + 1):
                 conversation += bench.prompt(sizes.turn_tokens, "turn", turn, index)
                 output = bench.write(conversation, sizes.answer_tokens)
-                probe.samples.note(name, "ttft_s", output.ttft_s or 0.0, turn)
+                probe.samples.note(name, "ttft_s", _ttft_s(output), turn)
                 probe.samples.note(name, "unread_tokens", len(conversation) - output.num_cached_tokens, turn)
                 conversation += output.token_ids
                 if not keeps_prefixes:
@@ -182,11 +188,11 @@ def reopen(bench: Workbench) -> ProbeResult:
     for index in probe.rounds():
         prompt = bench.prompt(length, "reopen", index)
         bench.forget_prefixes()
-        probe.samples.note("new", "ttft_s", bench.write(prompt).ttft_s or 0.0, length)
+        probe.samples.note("new", "ttft_s", _ttft_s(bench.write(prompt)), length)
         bench.forget_prefixes()
         _cancel_half_way(bench, prompt)
         again = bench.write(prompt)
-        probe.samples.note("after a cancel", "ttft_s", again.ttft_s or 0.0, length)
+        probe.samples.note("after a cancel", "ttft_s", _ttft_s(again), length)
         probe.samples.note("after a cancel", "unread_tokens", length - again.num_cached_tokens, length)
     return probe.result("reopen", "prompt tokens")
 
@@ -203,6 +209,11 @@ def _cancel_half_way(bench: Workbench, prompt: list[int]) -> None:
 def _peak_bytes(settings: ReaderSettings, prompt: list[int]) -> int:
     with Reader(settings) as reader:
         return reader.read(prompt, 2).peak_bytes
+
+
+def _ttft_s(output: Output) -> float:
+    assert output.ttft_s is not None, "a request without a token"
+    return output.ttft_s
 
 
 # Those that start fresh processes come first, before this one holds a model.

@@ -27,6 +27,7 @@ SCENARIO_NAMES = ("beside-64k", "questions", "bursts", "day")
 COST_NAMES = ("h200", "cpu")
 CPU_PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3")
 MOST_US_AT_256 = 1_000.0
+GPU_CONTEXT, GPU_VOCABULARY = 140_000, 150_000  # what the peers are given
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
@@ -129,13 +130,12 @@ def _gpu(
         print(f"{name}: {value}", flush=True)
 
     began = time.perf_counter()
-    work = Work()
     settings: dict[str, Any] = {
         "device": "cuda",
         "dtype": "bfloat16",
         "chunk_size": chunk_size,
         "block_size": 64,
-        "context": max(work.prompt_lengths) + 8928,
+        "context": GPU_CONTEXT,
         "max_running": 256,
         "prefix_cache": False,
         "memory": memory,
@@ -143,6 +143,7 @@ def _gpu(
     engine = random_engine(QWEN3_8B, **settings) if model is None else Engine.load(model, **settings)
     with engine:
         report("engine up", f"{time.perf_counter() - began:.1f} s")
+        work = Work(vocabulary=min(GPU_VOCABULARY, engine.model.spec.vocab_size))
         measured = GpuBench(engine, work, report)
         first_token_s = measured.seconds([work.tokens(128, 0)], [1])
         report("first token", f"{time.perf_counter() - began:.1f} s, of which {first_token_s:.1f} s after loading")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ assert (CPU_TILING.query_rows, CPU_TILING.key_rows) == (QUERY_ROWS, KEY_ROWS), "
 # glibc's mallopt parameters, by their numbers in malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_MMAP_THRESHOLD = 32 * 2**20
+PACKED_OR_NOT = ("they are multiplied in Python, slowly", "they are unpacked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +159,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     facts = pick_lane(files.config, config.lane)
     require_plain_weights(config, facts)
     device = torch.device(require_device(config.device, has_cuda=torch.cuda.is_available()))
-    c_library.use(config.cpu_kernels)
-    keep_freed_memory()
-    return_freed_memory()  # of an engine before this one
-    torch.set_num_threads(config.threads or num_physical_cores())
+    prepare_process(config)
     if facts.id == SEQ2SEQ_SOURCE:
         from penstock.engine.seq2seq_loading import load_seq2seq
 
@@ -180,6 +179,13 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     return load_native(files, facts, config, device)
 
 
+def prepare_process(config: EngineConfig) -> None:
+    c_library.use(config.cpu_kernels)
+    keep_freed_memory()
+    return_freed_memory()  # of an engine before this one
+    torch.set_num_threads(config.threads or num_physical_cores())
+
+
 def load_native(
     files: ModelFiles,
     facts: LaneFacts,
@@ -191,6 +197,10 @@ def load_native(
     spec = decoder_spec(files.config)
     start = LoadStart.of(files, config, device)
     quantize = choose_quantize(config, files, device.type)
+    slow = _slow_packing(quantize, start.dtype)
+    if slow and config.quantize == "auto":
+        quantize = "none"
+        config = dataclasses.replace(config, quantize=quantize)
     budget = start.budget_bytes
     memory = memory_model(files, config, start.dtype, start.runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
@@ -213,8 +223,16 @@ def load_native(
         memory=memory,
         num_tokens=num_tokens,
         max_context=max_context,
-        adjustments=warnings,
+        adjustments=[*warnings, *([f"{slow}; {PACKED_OR_NOT[quantize == 'none']}"] if slow else [])],
     )
+
+
+def _slow_packing(quantize: str, dtype: str) -> str | None:
+    """Why weights in few bits would be multiplied slowly here; None: they are not, or there are none."""
+    if quantize == "none" or (dtype == "bfloat16" and c_library.c_kernels() is not None):
+        return None
+    reason = c_library.kernels().reason if dtype == "bfloat16" else f"they are for bfloat16, not {dtype}"
+    return f"no C kernels for weights in few bits: {reason}"
 
 
 def native_lane(

@@ -14,7 +14,7 @@ import tokenizers  # isort: skip
 import torch
 
 from penstock.config import load_config
-from penstock.engine.loading import load_native
+from penstock.engine.loading import load_native, prepare_process
 from penstock.engine.planning import require_device
 from penstock.lanes.lane import pick_lane
 from penstock.models.files import resolve
@@ -67,6 +67,7 @@ def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:
     """`config` is the config.json of a native architecture; the tokenizer knows one word, so prompts are token ids."""
     asked = load_config(settings)
     device = torch.device(require_device(asked.device, has_cuda=torch.cuda.is_available()))
+    prepare_process(asked)
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))

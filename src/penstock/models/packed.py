@@ -93,13 +93,13 @@ class PackedMatrix:
         step = tile_outputs(self.num_outputs, self.num_inputs)
         kernels = c_kernels() if dtype == torch.bfloat16 else None
         block_bytes = matrix_bytes(self.format, LANES, self.num_inputs)
+        memory = None if kernels is None else torch.empty(min(step, self.num_outputs), self.num_inputs, dtype=dtype)
         for first in range(0, self.num_outputs, step):
             outputs = slice(first, min(first + step, self.num_outputs))
-            count = outputs.stop - first
-            if kernels is None:
+            if kernels is None or memory is None:
                 yield outputs, torch.from_numpy(self.values(np.arange(first, outputs.stop))).to(dtype)
                 continue
-            tile = torch.empty(count, self.num_inputs, dtype=dtype)
+            tile = memory[: outputs.stop - first]
             start = self.bytes.data_ptr() + first // LANES * block_bytes
             self._unpack(kernels, kernels.library.penstock_unpack, tile, start, None)
             yield outputs, tile

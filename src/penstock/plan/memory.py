@@ -161,7 +161,7 @@ class MemoryModel:
         return partial
 
     def _packing_bytes(self, chunk: int) -> int:
-        """While a product of many rows runs: a tile of weights that were kept in few bits, and what the library packs."""
+        """While a product of many rows runs: a tile of weights kept in few bits, and what the library packs."""
         if chunk == 1:
             return 0
         tile, matrix = self.shape.unpacked_tile_bytes, self.shape.largest_matrix * self.shape.dtype_bytes

@@ -39,7 +39,6 @@ class Service:
         engine = await asyncio.to_thread(self._loaded)
         engine.on_plan = self.board.take_plan
         engine.on_step = self.metrics.take_step
-        engine.record()
         self.metrics.describe(self.settings.model, engine, self.board)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
@@ -88,4 +87,6 @@ class Service:
         await closing
 
     def _loaded(self) -> Engine:
-        return Engine(load_model(self.settings.model, self.config), self.config, trace=self.settings.trace)
+        engine = Engine(load_model(self.settings.model, self.config), self.config, trace=self.settings.trace)
+        engine.record()
+        return engine

@@ -223,6 +223,6 @@ def _first_line(text: bytes) -> _Stamp:
 
 def require_writable(path: Path) -> Path:
     """Refused before a model is loaded, not after it has run."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         raise InvalidSetting(f"--trace is {str(path)!r}; it must be a file in a folder that can be written.")
     return path

@@ -12,7 +12,8 @@ from penstock.request import Chunk, Failed, Finished, FinishReason, Request, Ste
 from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
 
 MOST_CHUNKS = 100_000  # of the steps that are kept: some 20 MB
-MOST_REQUESTS = 10_000
+MOST_GAPS = 500_000  # of the requests that have ended, another 20 MB: each counts as some, and each chunk as a few
+GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 5
 OUTCOMES: dict[FinishReason, Outcome] = {"abort": "cancelled", "stop": "stop", "length": "length"}
 OUTCOMES["deadline"] = "deadline"
 
@@ -139,7 +140,8 @@ class Recorder:
         self._num_chunks = 0
         self._num_dropped = 0
         self._courses: dict[int, Course] = {}
-        self._ended: deque[TraceRequest] = deque(maxlen=MOST_REQUESTS)
+        self._ended: deque[TraceRequest] = deque()
+        self._num_gaps = 0
         self.longest_prompt = 0
         self.most_prompt_chunks = 0
 
@@ -196,6 +198,9 @@ class Recorder:
         self.most_prompt_chunks = max(self.most_prompt_chunks, output.num_prompt_chunks)
         request = course.record()
         self._ended.append(request)
+        self._num_gaps += _num_gaps(request)
+        while self._num_gaps > MOST_GAPS and len(self._ended) > 1:
+            self._num_gaps -= _num_gaps(self._ended.popleft())
         self._tell(request)
 
     def _keep(self, ran: Ran) -> None:
@@ -208,6 +213,11 @@ class Recorder:
     def _tell(self, record: Record) -> None:
         for listener in self.listeners:
             listener(record)
+
+
+def _num_gaps(request: TraceRequest) -> int:
+    """Its size in memory."""
+    return GAPS_PER_REQUEST + GAPS_PER_CHUNK * len(request.chunks) + len(request.gaps_ms)
 
 
 def _chunk(chunk: Chunk) -> TraceChunk:

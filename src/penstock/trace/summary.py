@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import ceil
 from statistics import median
 
 from pydantic import BaseModel, ConfigDict
@@ -31,7 +32,7 @@ class Spread(_Part):
         ordered = sorted(values)
         if not ordered:
             return None
-        return cls(p50=round(median(ordered), 3), p99=ordered[int(0.99 * (len(ordered) - 1))], max=ordered[-1])
+        return cls(p50=round(median(ordered), 3), p99=ordered[ceil(0.99 * len(ordered)) - 1], max=ordered[-1])
 
 
 class SlowStep(_Part):
