@@ -34,6 +34,8 @@ class LlamaCpp:
         import llama_cpp  # ty: ignore[import-not-found]
 
         self.base_bytes = peak_bytes()
+        self._silence = llama_cpp.llama_log_callback(lambda *_: None)  # kept: C calls it
+        llama_cpp.llama_log_set(self._silence, None)
         path = Path(gguf)
         if weights in FILE_TYPES:
             path = Path(folder) / f"{weights}.gguf"
