@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 import time
@@ -34,8 +35,7 @@ class LlamaCpp:
         import llama_cpp  # ty: ignore[import-not-found]
 
         self.base_bytes = peak_bytes()
-        self._silence = llama_cpp.llama_log_callback(lambda *_: None)  # kept: C calls it
-        llama_cpp.llama_log_set(self._silence, None)
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
         path = Path(gguf)
         if weights in FILE_TYPES:
             path = Path(folder) / f"{weights}.gguf"
