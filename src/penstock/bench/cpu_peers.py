@@ -48,9 +48,7 @@ def own_peer(kind: str, name: str, **settings: Any) -> Peer:
 
 class Penstock:
     def __init__(self, *, model: str, **settings: Any) -> None:
-        import torch  # noqa: F401  # the base is what every program with torch has
-
-        import penstock.engine.engine as room
+        import penstock.engine.engine as room  # brings torch, after OpenMP's wait policy is set
 
         self.base_bytes = peak_bytes()
         self._engine = room.Engine.load(model, prefix_cache=False, **settings)

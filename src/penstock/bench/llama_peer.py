@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 import time
@@ -34,6 +35,7 @@ class LlamaCpp:
         import llama_cpp  # ty: ignore[import-not-found]
 
         self.base_bytes = peak_bytes()
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
         path = Path(gguf)
         if weights in FILE_TYPES:
             path = Path(folder) / f"{weights}.gguf"
