@@ -16,7 +16,7 @@ from penstock.errors import InvalidSetting
 DEFAULT_MODEL = "smollm2"
 CONFIG_FILE = "penstock.toml"
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZE = ("auto", "none", "keep", "int8", "int4")
+QUANTIZE = ("none", "keep", "int8", "int4")
 CPU_KERNELS = ("auto", "torch")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
@@ -54,8 +54,7 @@ class EngineConfig:
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"
     dtype: str = "auto"
-    # auto: keep a quantized GGUF's matrices in few bits where C kernels multiply them and no dtype is asked for
-    quantize: str = "auto"
+    quantize: str = "none"  # keep: matrices in few bits as the GGUF has them; int8, int4: packed on load
     threads: int | None = None  # None: the physical cores this process may use
     cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never
     block_size: int = 16

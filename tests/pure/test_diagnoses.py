@@ -91,6 +91,7 @@ def test_the_smallest_chunk_that_is_nearly_as_fast_is_recommended():
 
 
 def test_the_target_leaves_a_prompt_half_its_speed_beside_four_answers():
-    cost = StepCost((0.010, 0.001, 0.0, 0.00001))  # 10 ms a step, 1 ms a token, 10 us a token of an answer's context
+    # 10 ms a step, 1 ms a token, 10 us a token of an answer's context
+    cost = StepCost((0.010, 0.001, 0.0, 0.00001, 0.0))
     assert latency_target_ms(cost, best_rate=900, context=100) == 100  # 64 tokens in 82 ms; 50 ms hold only 16
     assert latency_target_ms(cost, best_rate=10**9, context=100) is None

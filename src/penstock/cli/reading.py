@@ -110,7 +110,7 @@ def _loaded(model: str, config: EngineConfig, console: Console, trace: Path | No
     finally:
         engine.close()
     if trace is not None:
-        console.print(f"The trace is in {trace}; `penstock trace {trace}` explains it.", style="dim")
+        console.print(f"The trace is in {trace}; `penstock trace {trace}` explains it.", style="dim", soft_wrap=True)
 
 
 def _follow(engine: Engine, request_id: int, console: Console, *, shows_text: bool) -> Output:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,7 +59,6 @@ assert (CPU_TILING.query_rows, CPU_TILING.key_rows) == (QUERY_ROWS, KEY_ROWS), "
 # glibc's mallopt parameters, by their numbers in malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_MMAP_THRESHOLD = 32 * 2**20
-PACKED_OR_NOT = ("they are multiplied in Python, slowly", "they are unpacked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +195,6 @@ def load_native(
     spec = decoder_spec(files.config)
     start = LoadStart.of(files, config, device)
     quantize = choose_quantize(config, files, device.type)
-    slow = _slow_packing(quantize, start.dtype)
-    if slow and config.quantize == "auto":
-        quantize = "none"
-        config = dataclasses.replace(config, quantize=quantize)
     budget = start.budget_bytes
     memory = memory_model(files, config, start.dtype, start.runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)
@@ -223,16 +217,16 @@ def load_native(
         memory=memory,
         num_tokens=num_tokens,
         max_context=max_context,
-        adjustments=[*warnings, *([f"{slow}; {PACKED_OR_NOT[quantize == 'none']}"] if slow else [])],
+        adjustments=(*warnings, *_slow_packing(quantize, start.dtype)),
     )
 
 
-def _slow_packing(quantize: str, dtype: str) -> str | None:
-    """Why weights in few bits would be multiplied slowly here; None: they are not, or there are none."""
+def _slow_packing(quantize: str, dtype: str) -> list[str]:
+    """What to say where no C kernels multiply weights in few bits."""
     if quantize == "none" or (dtype == "bfloat16" and c_library.c_kernels() is not None):
-        return None
+        return []
     reason = c_library.kernels().reason if dtype == "bfloat16" else f"they are for bfloat16, not {dtype}"
-    return f"no C kernels for weights in few bits: {reason}"
+    return [f"weights in few bits are unpacked in Python for every step, slowly; no C kernels: {reason}"]
 
 
 def native_lane(

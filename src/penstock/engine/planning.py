@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import config as defaults
-from penstock.attention.c_library import can_compile
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidModelFile, InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
@@ -114,23 +113,19 @@ def choose_dtype(asked: str, model_config: Mapping[str, Any], device: str = "cpu
 
 
 def choose_quantize(config: EngineConfig, files: ModelFiles, device: str) -> str:
-    """none, keep, int8 or int4. A dtype that is asked for is meant for the weights too, unless both are given."""
-    if config.quantize not in ("auto", "none") and device != "cpu":
+    """The format of a native model's matrices, refused where it cannot be had."""
+    if config.quantize != "none" and device != "cpu":
         raise InvalidSetting(
             f"--quantize {config.quantize} is for processors; on device {device!r} weights stay in the model's dtype. "
             "Leave it out or use --device cpu."
         )
     if config.quantize == "keep" and not stored_formats(files):
         raise InvalidSetting("--quantize keep needs a GGUF file with quantized weights; use int8 or int4 here.")
-    if config.quantize != "auto":
-        return config.quantize
-    can_multiply = device == "cpu" and config.cpu_kernels == "auto" and can_compile() and has_fast_bfloat16()
-    is_kept = can_multiply and config.dtype == "auto" and bool(stored_formats(files))
-    return "keep" if is_kept else "none"
+    return config.quantize
 
 
 def require_plain_weights(config: EngineConfig, lane: LaneFacts) -> None:
-    if config.quantize not in ("auto", "none") and lane.id != NATIVE_TEXT:
+    if config.quantize != "none" and lane.id != NATIVE_TEXT:
         raise InvalidSetting(f"--quantize {config.quantize} is for lane {NATIVE_TEXT}, not {lane.id}; leave it out.")
 
 
