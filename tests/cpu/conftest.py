@@ -2,10 +2,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import save_tiny_model
 from transformers import PreTrainedModel
 
 from penstock.engine.engine import Engine
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests run side by side, and threads that wait for each other take their processors away."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
