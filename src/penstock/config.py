@@ -33,6 +33,14 @@ TRANSFORMERS_BYTES_ESTIMATE = 200 * 2**20
 FREE_MEMORY_MARGIN = 0.1
 # Of the memory beside the weights that recurrent states may take.
 STATE_SHARE = 0.25
+# Tokens of a GPU's step that a latency target cuts. Each size has matrix kernels of its own, loaded when it is first
+# used, so they are few; the smaller ones are recorded ahead of time.
+GPU_STEP_SIZES = (
+    *range(64, 1025, 64),
+    *range(1152, 2049, 128),
+    *range(2560, 4097, 512),
+    *range(5120, 8193, 1024),
+)
 # Checkpoints of recurrent state that are kept lie at least this far apart; the newest of a sequence is kept besides.
 CHECKPOINT_TOKENS = 512
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import PrefillPriority
+from penstock.config import GPU_STEP_SIZES, PrefillPriority
 from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget
 
 # Seconds per step, token, token x context, decode x context, chunk x context.
@@ -128,19 +128,41 @@ def test_the_allowance_shrinks_as_the_context_grows():
 
 
 @given(start=st.integers(0, 60_000), num_decodes=st.integers(0, 40), wanted=st.integers(1, 4000))
-def test_a_step_that_a_target_cuts_holds_a_multiple_of_tokens_and_no_more_than_fit(start, num_decodes, wanted):
+def test_a_step_that_a_target_cuts_has_one_of_the_sizes_and_no_more_than_fit(start, num_decodes, wanted):
     budget = TokenBudget(ceiling=0, floor=16, target_s=0.05, cost=StepCost(TRUTH))
     load = StepLoad()
     for _ in range(num_decodes):
         load = load.with_decode(2000)
     most = budget.allowance(load, start, wanted)
-    budget.multiple = 64
+    budget.sizes = GPU_STEP_SIZES
     allowed = budget.allowance(load, start, wanted)
-    assert most - 64 < allowed <= most
+    assert allowed <= most
+    fitting = [size - num_decodes for size in GPU_STEP_SIZES if 16 <= size - num_decodes <= most]
     is_cut = most < wanted
-    assert allowed == most or (is_cut and (num_decodes + allowed) % 64 == 0)
-    if is_cut and allowed == most:
-        assert most - (num_decodes + most) % 64 in range(-64, 16) or (num_decodes + most) % 64 == 0
+    assert allowed == (max(fitting) if is_cut and fitting else most)
+
+
+def test_what_was_measured_at_load_tells_of_longer_contexts_too():
+    loads = [StepLoad().with_chunk(start, size) for start in (0, 16_384, 49_152) for size in (8192, 2048, 512, 256)]
+    loads += [StepLoad(num_tokens=count, decode_contexts=count * 5000) for count in (1, 2, 3, 4)]
+    generator = random.Random(0)
+    cost = StepCost.fitted([(load, true_seconds(load) * generator.gauss(1, 0.02)) for load in loads])
+    for start in (0, 8000, 30_000, 100_000):
+        for size in (300, 1000, 5000):
+            load = StepLoad(num_tokens=32, decode_contexts=70_000).with_chunk(start, size)
+            assert cost.predict(load) == pytest.approx(true_seconds(load), rel=0.1)
+
+
+def test_steps_that_tell_nothing_of_a_part_do_not_carry_it_away():
+    loads = [StepLoad().with_chunk(start, size) for start in (0, 16_384) for size in (2048, 512, 256)]
+    loads += [StepLoad(num_tokens=count, decode_contexts=count * 5000) for count in (1, 2, 4)]
+    cost = StepCost.fitted([(load, true_seconds(load)) for load in loads])
+    measured = list(cost.coefficients)
+    stuck = StepLoad(num_tokens=32, decode_contexts=70_000).with_chunk(50_000, 16)
+    for _ in range(2000):  # something else than their load holds them up
+        cost.observe(stuck, 10 * true_seconds(stuck))
+    scales = zip(cost.coefficients, measured, cost._scales, strict=True)
+    assert all(now <= max(8 * then, 0.1 * cost._unit_s / scale) * 1.001 for now, then, scale in scales)
 
 
 def test_without_a_target_the_ceiling_is_the_allowance():

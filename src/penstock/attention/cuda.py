@@ -7,6 +7,7 @@ A step's layout (tiles, lengths, slots, block table) goes to the device in one c
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.attention import triton_kernels
 from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
 from penstock.attention.flashinfer import FlashInferReader, WideChunks, is_usable
 from penstock.attention.spans import attend_spans
+from penstock.attention.triton_overlap import overlap
 from penstock.cache.storage import KvStorage
 
 LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -115,6 +117,13 @@ class CudaAttention:
             self.storage, self.block_size, num_heads=num_heads, max_rows=max_rows, max_context=max_context
         )
 
+    def for_pieces(self, *, max_rows: int) -> PiecewiseAttention:
+        found = PiecewiseAttention(
+            self.storage, self.block_size, num_heads=self.group * self.num_kv_heads, max_rows=max_rows
+        )
+        found.reader = self.reader
+        return found
+
     def pick_reader(self) -> None:
         """Leaves wide chunks to FlashInfer where it is installed and measures faster than our own kernel."""
         if not is_usable(self.storage):
@@ -200,7 +209,7 @@ class CudaAttention:
         layout = self._current_layout()
         if q_THD.stride(1) != self.head_size:  # beside the gates of its heads
             q_THD = q_THD.contiguous()
-        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        rotated_THD = self._place_of_queries(q_THD)
         num_half = 0 if rotation is None else rotation.cos_T1R.shape[-1]
         if norms is not None and 2 * num_half != self.head_size:  # the kernel norms what it rotates
             q_THD, k_TKD, norms = norms.q(q_THD), norms.k(k_TKD), None
@@ -232,14 +241,26 @@ class CudaAttention:
                 HALF=num_half,
                 PADDED_HALF=_power_of_two(max(1, num_half)),
                 HAS_NORMS=norms is not None,
+                **overlap(len(q_THD)),
             )
         return rotated_THD
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
-        layout = self._current_layout()
         out_THD = torch.empty_like(q_THD)
+        self.attend_into(out_THD, layer, q_THD, rule, sinks_H)
+        return out_THD
+
+    def attend_into(
+        self,
+        out_THD: torch.Tensor,
+        layer: int,
+        q_THD: torch.Tensor,
+        rule: AttentionRule,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        layout = self._current_layout()
         reader = None
         if layout.wide is not None and sinks_H is None and rule.window is None and rule.softcap is None:
             reader = self.reader  # its other kernels would be compiled in the middle of a request
@@ -251,7 +272,9 @@ class CudaAttention:
         if self._inputs is not None:
             pages = self.storage.keys[layer], self.storage.values[layer]
             attend_spans(self._inputs, self.block_size, pages, q_THD, out_THD, rule)
-        return out_THD
+
+    def _place_of_queries(self, q_THD: torch.Tensor) -> torch.Tensor:
+        return torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
 
     def _attend_tiles(
         self,
@@ -296,6 +319,7 @@ class CudaAttention:
             WINDOW=rule.window or 0,
             HAS_SOFTCAP=rule.softcap is not None,
             IS_SPLIT=splits > 1,
+            **overlap(num_tiles),
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
@@ -311,6 +335,7 @@ class CudaAttention:
                 splits,
                 **heads,
                 PADDED_SPLITS=MAX_SPLITS,
+                **overlap(num_tiles),
             )
 
     def _num_splits(self, tile_set: TileSet, window: int | None) -> int:
@@ -390,6 +415,53 @@ class DecodeAttention(CudaAttention):
             block_table=self._table,
             tile_sets=(tiles,),
         )
+
+
+class PiecewiseAttention(CudaAttention):
+    """Slots, queries and results of a step lie where they always lie: what is between attentions can be recorded."""
+
+    def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int, max_rows: int) -> None:
+        super().__init__(storage, block_size, num_heads=num_heads)
+        self.max_rows = max_rows
+        self._slots = torch.full((max_rows,), PADDING, dtype=torch.int32, device=self.device)
+        self._shape = (max_rows, num_heads, self.head_size)
+        self._queries: torch.Tensor | None = None
+        self._attended: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Takes the memory, which an engine that never records does not need."""
+        keys = self.storage.keys[0]
+        self._queries = torch.zeros(self._shape, dtype=keys.dtype, device=self.device)
+        self._attended = torch.zeros_like(self._queries)
+
+    def begin_step(self, inputs: ForwardInputs) -> None:
+        super().begin_step(inputs)
+        slots_T = self._current_layout().slots_T
+        self._slots.fill_(PADDING)
+        self._slots[: len(slots_T)].copy_(slots_T)
+
+    def use_rows(self, num_rows: int) -> None:
+        """For a recording: the next stores cover that many rows."""
+        slots_T = self._slots[:num_rows]
+        self._layout = StepLayout(
+            slots_T=slots_T, query_starts=slots_T, context_lens=slots_T, block_table=slots_T, tile_sets=()
+        )
+
+    def use_slots_of(self, num_rows: int) -> None:
+        """Stores of this step cover that many rows, the padding among them."""
+        self._layout = dataclasses.replace(self._current_layout(), slots_T=self._slots[:num_rows])
+
+    def result(self, num_rows: int) -> torch.Tensor:
+        assert self._attended is not None, "prepare comes first"
+        return self._attended[:num_rows]
+
+    def attend_rows(self, num_rows: int, layer: int, rule: AttentionRule, sinks_H: torch.Tensor | None) -> None:
+        assert self._queries is not None, "prepare comes first"
+        self.attend_into(self.result(num_rows), layer, self._queries[:num_rows], rule, sinks_H)
+
+    def _place_of_queries(self, q_THD: torch.Tensor) -> torch.Tensor:
+        assert self._queries is not None, "prepare comes first"
+        return self._queries[: len(q_THD)]
 
 
 def _tiles(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.attention.triton_overlap import come_at_once, come_late, wait_for_inputs
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -115,8 +117,11 @@ def attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Program (tile, key-value head, split). A tile is (chunk, its first query); chunk -1 is padding."""
+    come_at_once(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     chunk, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
     if chunk < 0:
@@ -171,6 +176,7 @@ def attend_tiles(
     if HAS_SINKS and not IS_SPLIT:
         sinks = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * LOG2_E
         total += tl.exp2(sinks - tl.where(top == float("-inf"), sinks, top))
+    come_late(OVERLAPS)
     divisor = tl.where(total == 0.0, 1.0, total)  # a split may hold no key that a row sees; its top is infinite then
     attended = attended / divisor[:, None]
     if IS_SPLIT:
@@ -197,8 +203,11 @@ def merge_splits(
     ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Program (tile, row, key-value head): attention over the union of the splits, weighted by their sums."""
+    come_at_once(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     tile, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     chunk, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
     if chunk < 0:
@@ -219,6 +228,7 @@ def merge_splits(
     is_place = (splits < num_splits)[:, None] & (dims < SIZE)[None, :]
     attended = tl.load(partial_ptr + parts[:, None] * SIZE + dims[None, :], mask=is_place, other=0.0)
     merged = tl.sum(attended * shares[:, None], 0) / total
+    come_late(OVERLAPS)
     place = (query_start + query).to(tl.int64) * token_stride + (kv_head * GROUP + row % GROUP) * SIZE + dims
     tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=dims < SIZE)
 
@@ -288,8 +298,11 @@ def rotate_and_store(
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One program per token: queries, normed and rotated, go to their own tensor, keys and values to its slot."""
+    come_at_once(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
@@ -309,4 +322,5 @@ def rotate_and_store(
     heads, dims = tl.arange(0, PADDED_KV_HEADS)[:, None], tl.arange(0, PADDED_SIZE)[None, :]
     is_place = (heads < NUM_KV_HEADS) & (dims < SIZE)
     v = tl.load(v_ptr + token * v_stride + heads * SIZE + dims, mask=is_place, other=0.0)
+    come_late(OVERLAPS)
     tl.store(values_ptr + slot * slot_stride + heads * SIZE + dims, v, mask=is_place)

@@ -219,5 +219,23 @@ class GpuBench:
         return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True)
 
 
+def bytes_against_plan(
+    load: Callable[..., Engine], lengths: Iterable[int], work: Work, peak_bytes: Callable[[], int], report: Report
+) -> dict[str, Any]:
+    """Bytes of the card for one prompt of each length: as planned before it is read, and the most that were taken."""
+    found = {}
+    for length in lengths:
+        with load(context=length + 64, max_running=1) as engine:
+            plan = engine.plan(length)
+            planned = plan.peak_bytes - plan.runtime_bytes
+            engine.generate(work.tokens(length, 0), max_tokens=2, ignore_eos=True)
+            taken = peak_bytes()
+        del engine  # before the next takes its place
+        found[f"bytes_{length}"] = {"planned": planned, "taken": taken}
+        gap = f"{planned / 2**30:.2f} GiB planned, {taken / 2**30:.2f} taken, {planned / taken - 1:+.1%}"
+        report(f"bytes for {length}", gap)
+    return found
+
+
 def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]

@@ -101,7 +101,9 @@ def stalls(
 def gpu(
     model: Annotated[str | None, typer.Argument(help="A model to measure; or give --random-weights.")] = None,
     random_weights: Annotated[bool, typer.Option(help="The shape of Qwen3-8B with random weights, no file.")] = False,
-    parts: Annotated[str, typer.Option(help="p prompts, d decodes, m 65k beside 32 decodes, o full queue.")] = "pdmo",
+    parts: Annotated[
+        str, typer.Option(help="p prompts, d decodes, m 65k beside 32 decodes, o full queue, b bytes against the plan.")
+    ] = "pdmo",
     target: Annotated[list[float] | None, typer.Option(help="m again under this latency target, in ms.")] = None,
     chunk_size: Annotated[int, typer.Option(help="The most prompt tokens of a step.")] = 8192,
     memory: Annotated[str | None, typer.Option(help="Budget, such as 100GiB; most of the card unless given.")] = None,
@@ -110,8 +112,8 @@ def gpu(
     """Measure a GPU over fixed work that other engines can be given too; the last line is RESULT and JSON."""
     if (model is None) != random_weights:
         raise InvalidSetting("Give a model or --random-weights, and not both.")
-    if wrong := set(parts) - set("pdmo"):
-        raise InvalidSetting(f"--parts has {''.join(sorted(wrong))!r}; the parts are p, d, m and o.")
+    if wrong := set(parts) - set("pdmob"):
+        raise InvalidSetting(f"--parts has {''.join(sorted(wrong))!r}; the parts are p, d, m, o and b.")
     _gpu(model, parts, target or [], chunk_size=chunk_size, memory=memory, with_profile=profile)
 
 
@@ -122,7 +124,7 @@ def _gpu(
 
     import torch
 
-    from penstock.bench.gpu import GpuBench, Work
+    from penstock.bench.gpu import GpuBench, Work, bytes_against_plan
     from penstock.engine.engine import Engine
     from penstock.engine.random_model import QWEN3_8B, random_engine
 
@@ -140,8 +142,14 @@ def _gpu(
         "prefix_cache": False,
         "memory": memory,
     }
-    engine = random_engine(QWEN3_8B, **settings) if model is None else Engine.load(model, **settings)
-    with engine:
+
+    def load(**others: Any) -> Engine:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        asked = settings | others
+        return random_engine(QWEN3_8B, **asked) if model is None else Engine.load(model, **asked)
+
+    with load() as engine:
         report("engine up", f"{time.perf_counter() - began:.1f} s")
         work = Work(vocabulary=min(GPU_VOCABULARY, engine.model.spec.vocab_size))
         measured = GpuBench(engine, work, report)
@@ -149,11 +157,15 @@ def _gpu(
         report("first token", f"{time.perf_counter() - began:.1f} s, of which {first_token_s:.1f} s after loading")
         measured.warm_up()
         report("warm", f"{time.perf_counter() - began:.1f} s")
-        found = measured.run(parts, targets)
+        found = measured.run(parts.replace("b", ""), targets)
         if with_profile:
             measured.profile()
     facts = {"engine": "penstock", "batched": chunk_size, "device": torch.cuda.get_device_name()}
-    print("RESULT", dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}))
+    peak_bytes = torch.cuda.max_memory_allocated()
+    del engine, measured
+    if "b" in parts:
+        found |= bytes_against_plan(load, work.prompt_lengths[1:], work, torch.cuda.max_memory_allocated, report)
+    print("RESULT", dumps({**facts, "peak_bytes": peak_bytes, **found}))
 
 
 @bench.command()

@@ -7,6 +7,9 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.config import GPU_STEP_SIZES
+from penstock.lanes.native import NativeTextLane
+from penstock.lanes.pieces import MOST_TOKENS
 from penstock.schedule.budget import StepCost, StepLoad
 
 if TYPE_CHECKING:
@@ -15,56 +18,118 @@ if TYPE_CHECKING:
 # Small chunks are seen after a long context too: that is where a latency target needs them.
 CHUNK_SIZES = (256, 32, 512, 16, 128, 64)
 PROMPT_TOKENS = 2048
-# On a GPU, steps smaller than this all take the time of their launches, and teach nothing of larger ones.
-GPU_SCALE = 8
-# Sizes of steps for which a GPU's matrix library has kernels of their own, each loaded when it is first used.
-GPU_SIZES = (*range(64, 513, 64), 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
 NUM_DECODES = 4
 DECODE_STEPS = 6
+# On a GPU steps are larger, and contexts are skipped to. The first chunk after each lasts longer than the launches of
+# the next, which are then hidden behind it.
+GPU_CHUNKS = (
+    (0, (8192, 2048, 512, 1024, 256)),
+    (16_384, (4096, 512, 1024)),
+    (49_152, (4096, 2048, 256, 1024, 512)),
+)
+GPU_DECODE_CONTEXT = 8192
+
+
+class Calibration:
+    """Steps of an engine that serves nobody yet, and what they took."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._observations: list[tuple[StepLoad, float]] = []
+        self._generator = random.Random(0)
+        lane, device = engine.model.lane.facts, engine.model.device
+        self._is_gpu = device.type == "cuda"
+        self._can_skip = self._is_gpu and lane.shares_prefixes and not lane.reads_whole and engine.states is None
+
+    def run(self) -> StepCost:
+        engine, budget = self._engine, self._scheduler.budget
+        ceiling, watcher = budget.ceiling, engine.on_step
+        engine.on_step = lambda plan, result: self._observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
+        try:
+            self._use_first()
+            self._observations.clear()
+            if self._can_skip:
+                self._read_far()
+                self._write_far()
+            else:
+                self._read_and_write()
+        finally:
+            budget.ceiling, engine.on_step = ceiling, watcher
+            if self._scheduler.prefix is not None:
+                self._scheduler.prefix.clear()
+        return StepCost.fitted(self._observations)
+
+    def _use_first(self) -> None:
+        """What is compiled, loaded and cached by its first use."""
+        self._engine.warm_up()
+        num_tokens = min(PROMPT_TOKENS, self._capacity)
+        for length in {min(64, num_tokens), 1}:
+            self._engine.generate(self._tokens(length), max_tokens=2, ignore_eos=True)
+        if self._is_gpu:
+            ceiling = self._scheduler.budget.ceiling
+            sizes = [size for size in GPU_STEP_SIZES if size <= ceiling or not ceiling]
+            lane = self._engine.model.lane
+            if isinstance(lane, NativeTextLane) and lane.pieces is not None:
+                sizes = [size for size in sizes if size > MOST_TOKENS]  # the others were used when they were recorded
+            if sizes:
+                self._read(self._tokens(min(sum(sizes), self._scheduler.capacity - 1)), sizes)
+
+    def _read_and_write(self) -> None:
+        """One prompt in chunks of several sizes, then a few streams."""
+        num_tokens = min(PROMPT_TOKENS, self._capacity)
+        prompt = self._tokens(num_tokens)
+        self._read(prompt, CHUNK_SIZES)
+        self._scheduler.budget.ceiling = max(CHUNK_SIZES)
+        lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
+        # Beginnings of the prompt that was read, so that the prefix cache has most of them.
+        self._engine.generate_batch([prompt[:length] for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
+
+    def _read_far(self) -> None:
+        last_context, last_chunks = GPU_CHUNKS[-1]
+        num_tokens = min(last_context + sum(last_chunks) + 1, self._scheduler.capacity - 1)
+        request_id = self._engine.submit(self._tokens(num_tokens), max_tokens=1)
+        for context, chunk_sizes in GPU_CHUNKS:
+            if context + sum(chunk_sizes) >= num_tokens:
+                break
+            self._engine.settle()
+            self._scheduler.skip(request_id, context)
+            for chunk_size in chunk_sizes:
+                self._scheduler.budget.ceiling = chunk_size
+                self._engine.step()
+        self._engine.abort(request_id)
+
+    def _write_far(self) -> None:
+        """Streams of unlike contexts, which end one after the other."""
+        self._scheduler.budget.ceiling = self._engine.config.most_prompt_tokens
+        ids = []
+        for index in range(NUM_DECODES):
+            length = min(GPU_DECODE_CONTEXT // (index + 1), self._capacity // NUM_DECODES)
+            request_id = self._engine.submit(self._tokens(length), max_tokens=2 * (index + 1), ignore_eos=True)
+            self._scheduler.skip(request_id, length - 1)
+            ids.append(request_id)
+        while any(request_id in self._scheduler.sequences for request_id in ids):
+            self._engine.step()
+
+    @property
+    def _capacity(self) -> int:
+        return max(1, self._scheduler.capacity // 4)
+
+    def _tokens(self, length: int) -> list[int]:
+        size, reader = self._engine.model.spec.vocab_size, self._engine.model.media
+        image_token = None if reader is None else reader.lane.media.image_token_id  # it stands for an image
+        drawn = (self._generator.randrange(size) for _ in range(length))
+        return [(token + 1) % size if token == image_token else token for token in drawn]
+
+    def _read(self, tokens: list[int], chunk_sizes: Sequence[int]) -> None:
+        """One prompt in chunks of these sizes, over and over."""
+        self._engine.submit(tokens, max_tokens=1)
+        for chunk_size in itertools.cycle(chunk_sizes):
+            if not self._scheduler.has_work:
+                return
+            self._scheduler.budget.ceiling = chunk_size
+            self._engine.step()
 
 
 def calibrate(engine: Engine) -> StepCost:
-    """Reads one prompt in chunks of several sizes, then writes with a few sequences, and fits what the steps took."""
-    scheduler = engine.scheduler
-    observations: list[tuple[StepLoad, float]] = []
-    ceiling, watcher = scheduler.budget.ceiling, engine.on_step
-    engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
-    generator = random.Random(0)
-    scale = GPU_SCALE if engine.model.device.type == "cuda" else 1
-    num_tokens = min(scale * PROMPT_TOKENS, scheduler.capacity // 4)
-
-    reader = engine.model.media
-    image_token = None if reader is None else reader.lane.media.image_token_id  # stands for an image that is not there
-
-    def tokens(length: int) -> list[int]:
-        drawn = (generator.randrange(engine.model.spec.vocab_size) for _ in range(length))
-        return [(token + 1) % engine.model.spec.vocab_size if token == image_token else token for token in drawn]
-
-    try:
-        for length in {min(64, num_tokens), num_tokens if scale > 1 else 1}:  # first uses compile and cache
-            engine.generate(tokens(length), max_tokens=2, ignore_eos=True)
-        if scale > 1:
-            sizes = [size for size in GPU_SIZES if size <= ceiling or not ceiling]
-            _read(engine, tokens(min(sum(sizes), scheduler.capacity // 2)), sizes)
-        observations.clear()
-        prompt = tokens(num_tokens)
-        _read(engine, prompt, [scale * chunk_size for chunk_size in CHUNK_SIZES])
-        scheduler.budget.ceiling = scale * max(CHUNK_SIZES)
-        lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
-        # Beginnings of the prompt that was read, so that the prefix cache has most of them.
-        engine.generate_batch([prompt[:length] for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
-    finally:
-        scheduler.budget.ceiling, engine.on_step = ceiling, watcher
-        if scheduler.prefix is not None:
-            scheduler.prefix.clear()
-    return StepCost.fitted(observations)
-
-
-def _read(engine: Engine, tokens: list[int], chunk_sizes: Sequence[int]) -> None:
-    """One prompt in chunks of these sizes, over and over."""
-    engine.submit(tokens, max_tokens=1)
-    for chunk_size in itertools.cycle(chunk_sizes):
-        if not engine.scheduler.has_work:
-            return
-        engine.scheduler.budget.ceiling = chunk_size
-        engine.step()
+    return Calibration(engine).run()

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
-from penstock.config import DEFAULT_MODEL, EngineConfig, PrefillPriority, load_config
+from penstock.config import DEFAULT_MODEL, GPU_STEP_SIZES, EngineConfig, PrefillPriority, load_config
 from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
@@ -49,7 +49,6 @@ from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
 
 Event = PrefillProgress | Token | Failed | Finished
-GPU_MULTIPLE = 64  # tokens of a step that a latency target cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ class Engine:
                 ceiling=config.most_prompt_tokens,
                 floor=config.floor,
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
-                multiple=GPU_MULTIPLE if model.device.type == "cuda" else 1,
+                sizes=GPU_STEP_SIZES if model.device.type == "cuda" else (),
             ),
             pool=pool,
             prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
@@ -407,13 +406,17 @@ class Engine:
         if self.on_step is not None:
             self.on_step(plan, result)
         if not self.scheduler.has_work:
-            self.scheduler.check()
+            self.scheduler.check_idle()
 
     def warm_up(self) -> None:
-        """Makes ahead of time what is otherwise made when it is first needed: recordings of a GPU's decodes."""
-        lane = self.model.lane
-        if isinstance(lane, NativeTextLane) and lane.graphs is not None:
-            lane.graphs.record_all()
+        """Makes ahead of time what would be made in the middle of requests: recordings of a GPU's steps."""
+        if isinstance(self.model.lane, NativeTextLane):
+            self.model.lane.record()
+
+    def settle(self) -> None:
+        """Waits for the steps in flight."""
+        while self._flights:
+            self._land()
 
     def set_priority(self, priority: PrefillPriority) -> None:
         """How steps are shared from now on."""

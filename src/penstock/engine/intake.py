@@ -160,12 +160,17 @@ class Intake:
             messages = [item for item in prompt if isinstance(item, Mapping)]
             if len(messages) == len(prompt):
                 return self.known(self.prompts.message_tokens(messages))
+        return self._known_ids(prompt)
+
+    def _known_ids(self, prompt: Sequence[Any]) -> list[int]:
         size = self._model.spec.vocab_size
-        tokens = [item for item in prompt if isinstance(item, int) and 0 <= item < size]
-        if len(tokens) < len(prompt):
-            wrong = next(item for item in prompt if item not in tokens)
-            raise InvalidPrompt(f"The prompt holds {wrong!r}; token ids are whole numbers from 0 to {size - 1}.")
-        return tokens
+        # A long prompt is looked through without a line of Python for each token.
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < size:
+            return list(prompt)
+        for item in prompt:
+            if not isinstance(item, int) or not 0 <= item < size:
+                raise InvalidPrompt(f"The prompt holds {item!r}; token ids are whole numbers from 0 to {size - 1}.")
+        return [int(item) for item in prompt]
 
     def _media_prompt(self, prompt: Any, images: Sequence[Any]) -> MediaPrompt | None:
         """The prompt as the lane reads it, where that reads images; they are encoded in the steps before it is read."""

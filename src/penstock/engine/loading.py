@@ -39,6 +39,7 @@ from penstock.lanes.lane import (
     pick_lane,
 )
 from penstock.lanes.native import NativeTextLane
+from penstock.lanes.pieces import MOST_TOKENS, StepPieces
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
 from penstock.models.decoder import Decoder
@@ -179,6 +180,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
 
 def prepare_process(config: EngineConfig) -> None:
     c_library.use(config.cpu_kernels)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is float32, in convolutions too
     keep_freed_memory()
     return_freed_memory()  # of an engine before this one
     torch.set_num_threads(config.threads or num_physical_cores())
@@ -255,9 +257,11 @@ def native_lane(
     )
     attention = attention_backend(storage, config.block_size, spec.num_heads)
     max_context, _ = context_limit(config, spec.max_context)
-    graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
+    graphs, pieces = recorded_steps(decoder, attention, max_running=config.max_running, max_context=max_context)
     states = state_storage(spec, memory, torch_dtype, device)
-    return NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states)
+    return NativeTextLane(
+        decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, pieces=pieces, states=states
+    )
 
 
 def state_storage(
@@ -288,17 +292,18 @@ def attention_backend(storage: KvStorage, block_size: int, num_heads: int) -> At
     return attention
 
 
-def decode_graphs(
+def recorded_steps(
     decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
-) -> DecodeGraphs | None:
+) -> tuple[DecodeGraphs | None, StepPieces | None]:
     """None on a CPU, which has nothing to record, and where the host takes part in a layer: experts, states."""
     if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
-        return None
+        return None, None
     from penstock.attention.cuda import CudaAttention
 
     assert isinstance(attention, CudaAttention)
     rows = min(max_running, SIZES[-1])
-    return DecodeGraphs(decoder, attention.for_decodes(max_rows=rows, max_context=max_context))
+    graphs = DecodeGraphs(decoder, attention.for_decodes(max_rows=rows, max_context=max_context))
+    return graphs, StepPieces(decoder, attention.for_pieces(max_rows=MOST_TOKENS))
 
 
 def gpu_memory(device: torch.device) -> DeviceMemory | None:

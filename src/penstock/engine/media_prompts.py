@@ -69,10 +69,9 @@ class MediaPromptReader:
 
 def refuse_media(prompt: Any, images: Sequence[Any], lane_id: str) -> None:
     """Of a model that reads text only."""
-    is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    parts = (
-        [part for message in prompt if isinstance(message, Mapping) for part in image_parts(message)] if is_chat else []
-    )
+    is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+    messages = [message for message in prompt if isinstance(message, Mapping)] if is_chat else []
+    parts = [part for message in messages for part in image_parts(message)]
     if num_images := len(images) or len(parts):
         raise InvalidMedia(
             f"{num_images} image(s) given; this model runs on {lane_id}, which reads text only. Leave them out or "

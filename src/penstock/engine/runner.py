@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from penstock.attention.backend import ForwardInputs
@@ -125,20 +126,20 @@ class Runner:
         take_hidden: Callable[[torch.Tensor], None] | None,
     ) -> ForwardInputs:
         place_by_sequence, last_tokens = self._last
-        ids: list[int] = []
-        positions: list[int] = []
         query_starts = [0]
+        for chunk in plan.chunks:
+            query_starts.append(query_starts[-1] + chunk.num_tokens)
+        ids = np.zeros(query_starts[-1], np.int64)
+        positions = np.empty(query_starts[-1], np.int64)
         pending_rows: list[int] = []
         places: list[int] = []  # of the pending tokens among those that the last step chose
-        for chunk in plan.chunks:
+        for row, chunk in zip(query_starts, plan.chunks, strict=False):
             tokens = sequences[chunk.sequence_id].tokens[chunk.start : chunk.end]
+            ids[row : row + len(tokens)] = tokens
+            positions[row : row + chunk.num_tokens] = np.arange(chunk.start, chunk.end)
             if len(tokens) < chunk.num_tokens:
-                pending_rows.append(len(ids) + len(tokens))
+                pending_rows.append(row + len(tokens))
                 places.append(place_by_sequence[chunk.sequence_id])
-                tokens = [*tokens, 0]
-            ids += tokens
-            positions += range(chunk.start, chunk.end)
-            query_starts.append(len(ids))
         parts = self._tensors(ids, positions, logit_rows, pending_rows, places)
         ids_T, positions_T, logit_rows_L, pending_rows_P, places_P = parts
         if pending_rows:
@@ -167,11 +168,13 @@ class Runner:
             source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
         )
 
-    def _tensors(self, *parts: list[int]) -> list[torch.Tensor]:
+    def _tensors(self, *parts: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
         """On the device, in one copy; from pinned memory it is not waited for."""
-        is_gpu = self.device.type == "cuda"
-        packed = torch.tensor([number for part in parts for number in part], dtype=torch.long, pin_memory=is_gpu)
-        return list(packed.to(self.device, non_blocking=True).split([len(part) for part in parts]))
+        sizes = [len(part) for part in parts]
+        packed = torch.empty(sum(sizes), dtype=torch.long, pin_memory=self.device.type == "cuda")
+        for part, place in zip(parts, packed.split(sizes), strict=True):
+            place.numpy()[:] = part
+        return list(packed.to(self.device, non_blocking=True).split(sizes))
 
 
 def _num_source(sequence: SequenceState) -> int:

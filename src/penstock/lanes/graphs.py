@@ -33,6 +33,7 @@ class DecodeGraphs:
         self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
         self._recorded: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None  # one pool of memory for all recordings
+        self._stream: torch.cuda.Stream | None = None  # one for all: the matrix library takes a workspace for each
 
     def fits(self, inputs: ForwardInputs) -> bool:
         num_tokens = len(inputs.ids_T)
@@ -49,7 +50,9 @@ class DecodeGraphs:
         key = (size, inputs.rotary_variants[0])
         if not self.is_replaying:
             self.attention.use_rows(size)
-            return self.decoder.forward(self._padded(*key), self.attention)[:num_tokens]
+            return self.decoder.forward(
+                padded_inputs(self._ids[:size], self._positions[:size], inputs.rotary_variants[0]), self.attention
+            )[:num_tokens]
         if key not in self._recorded:
             self._recorded[key] = self._record(size, inputs.rotary_variants[0])
         graph, hidden_TM = self._recorded[key]
@@ -60,38 +63,40 @@ class DecodeGraphs:
     def record_all(self) -> None:
         """Ahead of time, so that no request waits for a recording."""
         for size in SIZES:
-            if size <= self.attention.max_rows:
+            if size <= self.attention.max_rows and (size, "default") not in self._recorded:
                 self._recorded[size, "default"] = self._record(size, "default")
 
     def _record(self, size: int, variant: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         self.attention.use_rows(size)
-        inputs = self._padded(size, variant)
-        stream = torch.cuda.Stream()
+        inputs = padded_inputs(self._ids[:size], self._positions[:size], variant)
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles the kernels; it writes what the replay will write again
             self.decoder.forward(inputs, self.attention)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _without_collection(), torch.cuda.graph(graph, pool=self._pool):
+        with without_collection(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
             hidden_TM = self.decoder.forward(inputs, self.attention)
         self._pool = graph.pool()
         return graph, hidden_TM
 
-    def _padded(self, size: int, variant: str) -> ForwardInputs:
-        return ForwardInputs(
-            ids_T=self._ids[:size],
-            positions_T=self._positions[:size],
-            query_starts=(),
-            context_lens=(),
-            block_table=(),
-            rotary_variants=(variant,),
-            sequence_ids=(),
-            logit_rows=self._ids[:0],
-        )
+
+def padded_inputs(ids_T: torch.Tensor, positions_T: torch.Tensor, variant: str) -> ForwardInputs:
+    """Of a recording: which chunks the tokens belong to is told to attention when it is replayed."""
+    return ForwardInputs(
+        ids_T=ids_T,
+        positions_T=positions_T,
+        query_starts=(),
+        context_lens=(),
+        block_table=(),
+        rotary_variants=(variant,),
+        sequence_ids=(),
+        logit_rows=ids_T[:0],
+    )
 
 
 @contextmanager
-def _without_collection() -> Generator[None]:
+def without_collection() -> Generator[None]:
     """A forgotten graph that is collected while another is recorded would be freed on the recording stream."""
     gc.collect()
     was_enabled = gc.isenabled()

@@ -8,6 +8,7 @@ from penstock.attention.backend import AttentionBackend, ForwardInputs
 from penstock.cache.storage import StateStorage
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import LaneFacts
+from penstock.lanes.pieces import StepPieces
 from penstock.models.decoder import Decoder
 from penstock.plan.memory import ModelShape
 
@@ -21,6 +22,7 @@ class NativeTextLane:
         shape: ModelShape,
         facts: LaneFacts,
         graphs: DecodeGraphs | None = None,  # None: every step is launched kernel by kernel
+        pieces: StepPieces | None = None,
         states: StateStorage | None = None,  # None: the model has no recurrent state
     ) -> None:
         self.decoder = decoder
@@ -28,17 +30,27 @@ class NativeTextLane:
         self.shape = shape
         self.facts = facts
         self.graphs = graphs
+        self.pieces = pieces
         self.states = states
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.graphs is not None and inputs.media is None and self.graphs.fits(inputs):
             hidden_TM = self.graphs.forward(inputs)
+        elif self.pieces is not None and self.pieces.fits(inputs):
+            hidden_TM = self.pieces.forward(inputs)
         else:
             hidden_TM = self._forward(inputs)
         if inputs.take_hidden is not None:
             inputs.take_hidden(self.decoder.final_norm(hidden_TM))
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
+
+    def record(self) -> None:
+        """Ahead of time, so that no request waits for it."""
+        if self.graphs is not None:
+            self.graphs.record_all()
+        if self.pieces is not None:
+            self.pieces.record_all()
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         self.attention.begin_step(inputs)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.attention.triton_overlap import come_at_once, come_late, overlap, wait_for_inputs
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 KINDS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 ROW_VALUES = 2048  # of one program: several short rows, or one long one
@@ -28,8 +30,11 @@ def _rms_norm(
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Row r is head r % num_heads of token r // num_heads; heads of a token are adjacent."""
+    come_at_once(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     dims = tl.arange(0, PADDED_SIZE)[None, :]
     is_place = (rows < num_rows) & (dims < SIZE)
@@ -38,11 +43,14 @@ def _rms_norm(
     weight = tl.load(weight_ptr + dims, mask=dims < SIZE, other=0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / SIZE + eps)
     normed = x * scale[:, None] * weight
+    come_late(OVERLAPS)
     tl.store(out_ptr + rows * SIZE + dims, normed.to(out_ptr.dtype.element_ty), mask=is_place)
 
 
 @triton.jit
-def _gated(gate_up_ptr, out_ptr, width, KIND: tl.constexpr, VALUES: tl.constexpr) -> None:
+def _gated(gate_up_ptr, out_ptr, width, KIND: tl.constexpr, VALUES: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    come_at_once(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     is_place = dims < width
@@ -55,6 +63,7 @@ def _gated(gate_up_ptr, out_ptr, width, KIND: tl.constexpr, VALUES: tl.constexpr
     else:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate - gate / (tl.exp2(2.0 * inner * LOG2_E) + 1.0)
+    come_late(OVERLAPS)
     tl.store(out_ptr + token * width + dims, (active * up).to(out_ptr.dtype.element_ty), mask=is_place)
 
 
@@ -72,7 +81,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if num_rows:
         grid = (triton.cdiv(num_rows, rows),)
         places = {"SIZE": size, "PADDED_SIZE": padded, "ROWS": rows}
-        _norm_kernel[grid](x, weight, out, num_rows, num_heads, x.stride(0), eps, **places)
+        _norm_kernel[grid](x, weight, out, num_rows, num_heads, x.stride(0), eps, **places, **overlap(len(x)))
     return out
 
 
@@ -81,5 +90,5 @@ def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
     out = torch.empty(len(gate_up_TF), width, dtype=gate_up_TF.dtype, device=gate_up_TF.device)
     if len(out):
         grid = (len(out), triton.cdiv(width, ACTIVATION_VALUES))
-        _gated_kernel[grid](gate_up_TF, out, width, KIND=KINDS[kind], VALUES=ACTIVATION_VALUES)
+        _gated_kernel[grid](gate_up_TF, out, width, KIND=KINDS[kind], VALUES=ACTIVATION_VALUES, **overlap(len(out)))
     return out

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.attention.triton_overlap import come_at_once, come_late, overlap, wait_for_inputs
+
 MOST_ROWS = 16
 LEAST_COLUMNS = 512  # of a weight's row that one program reads at a time
 FEW_OUTPUTS = 4096  # up to here, smaller tiles keep all multiprocessors busy
@@ -20,15 +22,29 @@ FEW_OUTPUTS = 4096  # up to here, smaller tiles keep all multiprocessors busy
 
 @triton.jit
 def _one_row(
-    x_ptr, weight_ptr, out_ptr, NUM_IN: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    NUM_IN: tl.constexpr,
+    OUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    come_at_once(OVERLAPS)
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     columns = tl.arange(0, COLUMNS)
+    places = weight_ptr + outs.to(tl.int64)[:, None] * NUM_IN + columns[None, :]
+    weight = tl.load(places)  # no kernel writes it, so it need not be waited for
+    wait_for_inputs(OVERLAPS)
     sums = tl.zeros([OUTS, COLUMNS], tl.float32)
-    for first in range(0, NUM_IN, COLUMNS):
-        weight = tl.load(weight_ptr + outs.to(tl.int64)[:, None] * NUM_IN + first + columns[None, :])
+    for first in range(0, NUM_IN - COLUMNS, COLUMNS):
+        following = tl.load(places + first + COLUMNS)
         x = tl.load(x_ptr + first + columns)
         sums += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        weight = following
+    x = tl.load(x_ptr + NUM_IN - COLUMNS + columns)
+    sums += weight.to(tl.float32) * x.to(tl.float32)[None, :]
     product = tl.sum(sums, 1)
     if ADDS:
         product += tl.load(out_ptr + outs).to(tl.float32)
@@ -48,7 +64,10 @@ def _few_rows(
     OUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    come_at_once(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -58,6 +77,7 @@ def _few_rows(
         weight = tl.load(weight_ptr + outs.to(tl.int64)[:, None] * NUM_IN + first + columns[None, :])
         x = tl.load(x_ptr + rows[:, None] * x_stride + first + columns[None, :], mask=is_row[:, None], other=0.0)
         product = tl.dot(weight, tl.trans(x), product)
+    come_late(OVERLAPS)
     places = rows[None, :] * out_stride + outs[:, None]
     if ADDS:
         product += tl.load(out_ptr + places, mask=is_row[None, :], other=0.0).to(tl.float32)
@@ -92,8 +112,8 @@ def _launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TO: torch.Tensor, *
     num_out, num_in = weight_OI.shape
     if len(x_TI) == 1:
         columns = 2048 if num_in % 2048 == 0 and num_in <= 8192 else 1024 if num_in % 1024 == 0 else 512
-        grid = (num_out // 2,)
-        _one_row_kernel[grid](x_TI, weight_OI, out_TO, NUM_IN=num_in, OUTS=2, COLUMNS=columns, ADDS=adds, num_warps=4)
+        sizes = {"NUM_IN": num_in, "OUTS": 2, "COLUMNS": columns, "num_warps": 4}
+        _one_row_kernel[(num_out // 2,)](x_TI, weight_OI, out_TO, ADDS=adds, **sizes, **overlap(1))
         return
     outs, columns, num_stages = (32, 256, 4) if num_out <= FEW_OUTPUTS else (64, 128, 5)
     _few_rows_kernel[(num_out // outs,)](
@@ -108,6 +128,7 @@ def _launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TO: torch.Tensor, *
         OUTS=outs,
         COLUMNS=columns,
         ADDS=adds,
+        **overlap(len(x_TI)),
         num_warps=4,
         num_stages=num_stages,
     )

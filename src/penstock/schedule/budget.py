@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -100,6 +101,7 @@ class StepLoad:
 
 
 NUM_FEATURES = 5
+LEAST_SQUARES_PASSES = 2000
 
 
 class StepCost:
@@ -115,6 +117,10 @@ class StepCost:
     FIRST_UNCERTAINTY, MOST_UNCERTAINTY = 10.0, 0.05
     # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
+    # No part of a step's time grows or shrinks by more than this since it was measured at load.
+    MOST_DRIFT = 8.0
+    # What was not seen to cost anything then may come to this share of an ordinary step.
+    LEAST_SHARE = 0.1
     # A step that seems faster than this counts as this much faster than predicted: clocks have hiccups too.
     FASTEST = 2.0
 
@@ -125,20 +131,27 @@ class StepCost:
         self.relative_error = 0.05  # of recent predictions, on average
         self._scales = tuple(scales)  # how large each feature is in an ordinary step
         self._unit_s: float | None = None  # how long an ordinary step takes: the first one seen
+        self._measured: tuple[float, ...] | None = None  # at load; None: nothing was
         self._covariance = [
             [self.FIRST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
         ]
 
     @classmethod
     def fitted(cls, observations: Sequence[tuple[StepLoad, float]]) -> StepCost:
-        """From a handful of steps: several passes over them, from a guess that blames the tokens alone."""
-        num_tokens = sum(load.num_tokens for load, _ in observations)
-        per_token = sum(elapsed_s for _, elapsed_s in observations) / max(1, num_tokens)
-        largest = [max(1.0, *values) for values in zip(*(load.features for load, _ in observations), strict=True)]
-        cost = cls((0.0, per_token, 0.0, 0.0, 0.0), largest)
-        for _ in range(20):
-            for load, elapsed_s in observations:
-                cost.observe(load, elapsed_s)
+        """From a handful of steps: the parts of their time, none negative, whose relative errors are least."""
+        seen = [(load, elapsed_s) for load, elapsed_s in observations if elapsed_s > 0]
+        largest = [max(1.0, *values) for values in zip(*(load.features for load, _ in seen), strict=True)]
+        rows = [
+            [value / scale / elapsed_s for value, scale in zip(load.features, largest, strict=True)]
+            for load, elapsed_s in seen
+        ]
+        shares = _least_squares(rows)
+        cost = cls([share / scale for share, scale in zip(shares, largest, strict=True)], largest)
+        cost._unit_s = sorted(elapsed_s for _, elapsed_s in seen)[len(seen) // 2]
+        cost._covariance = [
+            [cls.MOST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
+        ]
+        cost._measured = tuple(cost.coefficients)
         return cost
 
     def predict(self, load: StepLoad) -> float:
@@ -175,8 +188,16 @@ class StepCost:
         x = [weight * value / scale for value, scale in zip(load.features, self._scales, strict=True)]
         gain = self._update_covariance(x)
         for i, scale in enumerate(self._scales):
-            # No part of a step takes negative time.
-            self.coefficients[i] = max(0.0, self.coefficients[i] + gain[i] * surprise * self._unit_s / scale)
+            least, most = self._bounds(i)
+            changed = self.coefficients[i] + gain[i] * surprise * self._unit_s / scale
+            self.coefficients[i] = min(most, max(least, changed))
+
+    def _bounds(self, i: int) -> tuple[float, float]:
+        """Of a coefficient: no part of a step takes negative time."""
+        if self._measured is None or self._unit_s is None:
+            return 0.0, math.inf
+        least_share = self.LEAST_SHARE * self._unit_s / self._scales[i]
+        return self._measured[i] / self.MOST_DRIFT, max(self.MOST_DRIFT * self._measured[i], least_share)
 
     def _update_covariance(self, x: list[float]) -> list[float]:
         """What this step taught, and then a little forgetting in each direction that is not uncertain already."""
@@ -195,6 +216,21 @@ class StepCost:
         return gain
 
 
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Numbers, none negative, that make every row sum to 1 as nearly as they can: one after the other, many times."""
+    found = [0.0] * NUM_FEATURES
+    rest = [1.0] * len(rows)
+    squares = [sum(row[i] * row[i] for row in rows) for i in range(NUM_FEATURES)]
+    for _ in range(LEAST_SQUARES_PASSES):
+        for i in range(NUM_FEATURES):
+            if not squares[i]:
+                continue
+            change = max(-found[i], sum(row[i] * left for row, left in zip(rows, rest, strict=True)) / squares[i])
+            found[i] += change
+            rest = [left - change * row[i] for row, left in zip(rows, rest, strict=True)]
+    return found
+
+
 @dataclass(slots=True, kw_only=True)
 class TokenBudget:
     """The prompt tokens of a step: the most that fit, or the most whose predicted step stays under the target."""
@@ -204,7 +240,7 @@ class TokenBudget:
     target_s: float | None = None
     cost: StepCost | None = None
     most: int = 0  # prompt tokens of a step, since one with more did not fit into the memory; 0: none failed so
-    multiple: int = 1  # of tokens in a step that a target cuts: a GPU's kernels are chosen by the size
+    sizes: Sequence[int] = ()  # tokens of a step that a target cuts, where some sizes run better than others
 
     @property
     def overdue(self) -> int:
@@ -236,5 +272,8 @@ class TokenBudget:
         # Aim lower the worse the recent predictions were.
         aim = self.target_s * stretch / (1 + min(0.5, 2 * self.cost.relative_error))
         allowed = self.cost.largest_chunk(load, start, upper, aim)
-        even = allowed - (load.num_tokens + allowed) % self.multiple
-        return even if allowed < upper and even >= self.floor else allowed
+        if allowed == upper or not self.sizes:
+            return allowed
+        index = bisect_right(self.sizes, load.num_tokens + allowed) - 1
+        even = self.sizes[index] - load.num_tokens if index >= 0 else 0
+        return even if even >= self.floor else allowed

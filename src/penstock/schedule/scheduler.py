@@ -151,6 +151,18 @@ class Scheduler:
             if deadline is not None and now >= deadline:
                 self.abort(sequence.id, "deadline")
 
+    def skip(self, sequence_id: int, position: int) -> None:
+        """Counts tokens before `position` as computed, which nobody did: for measurements whose answer nobody reads.
+
+        The time of a step depends on how many keys are there, not on what they hold.
+        """
+        sequence = self.sequences[sequence_id]
+        assert self.holdings.states is None, "recurrent state cannot be skipped"
+        assert not sequence.num_steps, "a step of it is in flight"
+        if self.holdings.grow(sequence, position):
+            sequence.num_computed = sequence.num_scheduled = position
+            sequence.num_remembered = len(sequence.tokens)  # nobody shall find these blocks
+
     def pause(self, sequence_id: int, *, is_paused: bool) -> None:
         """A paused sequence gets no chunks; it keeps its blocks until somebody needs them."""
         if sequence := self.sequences.get(sequence_id):
@@ -168,6 +180,10 @@ class Scheduler:
     def check(self) -> None:
         """Integrity of the pools: everything is owned exactly as often as it is counted."""
         self.holdings.check(self.sequences.values())
+
+    def check_idle(self) -> None:
+        """The same when nobody is there, as far as it takes no time: somebody waits for the last token."""
+        assert self.sequences or not self.pool.num_held, "blocks are held by nobody"
 
     def refuse_too_long(self, num_tokens: int) -> None:
         if num_tokens >= self.limits.max_context:
