@@ -120,6 +120,7 @@ def gpu(
 def _gpu(
     model: str | None, parts: str, targets: list[float], *, chunk_size: int, memory: str | None, with_profile: bool
 ) -> None:
+    import gc
     from json import dumps
 
     import torch
@@ -144,6 +145,7 @@ def _gpu(
     }
 
     def load(**others: Any) -> Engine:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         asked = settings | others
