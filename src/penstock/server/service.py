@@ -88,5 +88,6 @@ class Service:
 
     def _loaded(self) -> Engine:
         engine = Engine(load_model(self.settings.model, self.config), self.config, trace=self.settings.trace)
+        engine.warm_up()
         engine.record()
         return engine

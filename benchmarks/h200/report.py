@@ -1,0 +1,136 @@
+"""Reads last.json, prints the table of both engines, writes it into README.md, and draws the trade-off curve.
+
+`python benchmarks/h200/report.py PENSTOCK_LOG VLLM_LOG... --commit HASH` first makes last.json from what they printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MARK = "<!-- table -->"
+TIMES = {
+    "prefill_2048": "read 2,048 tokens",
+    "prefill_8192": "read 8,192 tokens",
+    "prefill_32768": "read 32,768 tokens",
+    "prefill_131072": "read 131,072 tokens",
+    "tpot_1_1024": "decode step, 1 at 1k",
+    "tpot_8_1024": "decode step, 8 at 1k",
+    "tpot_64_1024": "decode step, 64 at 1k",
+    "tpot_256_1024": "decode step, 256 at 1k",
+    "tpot_8_32768": "decode step, 8 at 32k",
+}
+# What the ceilings of the card allow, in ms: matrix products at 773 TFLOP/s, memory read at 4.15 TB/s.
+LIMITS_MS = {
+    "prefill_2048": 40.0,
+    "prefill_8192": 175.0,
+    "prefill_32768": 1010.0,
+    "prefill_131072": 9000.0,
+    "tpot_1_1024": 3.7,
+    "tpot_8_1024": 4.0,
+    "tpot_64_1024": 6.1,
+    "tpot_256_1024": 13.5,
+    "tpot_8_32768": 13.0,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("logs", nargs="*", type=Path)
+    parser.add_argument("--commit")
+    asked = parser.parse_args()
+    if asked.logs:
+        results = [_result(log) for log in asked.logs]
+        last = {
+            "commit": asked.commit,
+            "penstock": next(result for result in results if result["engine"] == "penstock"),
+            "vllm": {str(result["batched"]): result for result in results if result["engine"] == "vllm"},
+        }
+        (HERE / "last.json").write_text(json.dumps(last, indent=1) + "\n")
+    last = json.loads((HERE / "last.json").read_text())
+    table = "\n".join(_lines(last))
+    print(table)
+    readme = HERE / "README.md"
+    before, _, after = readme.read_text().split(MARK)
+    readme.write_text(f"{before}{MARK}\n{table}\n{MARK}{after}")
+    _draw(last)
+
+
+def _result(log: Path) -> dict[str, Any]:
+    line = next(line for line in log.read_text().splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def _lines(last: dict[str, Any]) -> Iterator[str]:
+    ours, theirs = last["penstock"], last["vllm"]
+    full = theirs["8192"]
+    yield f"Commit {last['commit']}, one {ours['device']}, both engines one after the other on one machine."
+    yield ""
+    yield "| work | Penstock | vLLM 0.24.0 | vLLM / Penstock | limit |"
+    yield "|---|---|---|---|---|"
+    for key, name in TIMES.items():
+        ratio = full[key] / ours[key]
+        yield f"| {name} | {ours[key] * 1e3:.2f} ms | {full[key] * 1e3:.2f} ms | {ratio:.3f} | {LIMITS_MS[key]:g} ms |"
+    for budget, result in theirs.items():
+        mixed = result["mixed"]
+        target, best = _beside(ours, mixed)
+        first, gap = mixed["ttft"] / best["ttft"], mixed["itl_p99"] / best["itl_p99"]
+        point = f"65k beside 32 decodes, vLLM's budget {budget}, target {target} ms"
+        yield f"| {point}: first token | {best['ttft']:.2f} s | {mixed['ttft']:.2f} s | {first:.3f} | |"
+        mine, other = best["itl_p99"] * 1e3, mixed["itl_p99"] * 1e3
+        yield f"| {point}: p99 gap | {mine:.1f} ms | {other:.1f} ms | {gap:.3f} | |"
+    mine, other = ours["offline"]["tok_s"], full["offline"]["tok_s"]
+    yield f"| 256 requests | {mine:,.0f} tok/s | {other:,.0f} tok/s | {mine / other:.3f} (ours / theirs) | |"
+    for key, taken in ours.items():
+        if key.startswith("bytes_"):
+            gap = taken["planned"] / taken["taken"] - 1
+            sizes = f"{taken['planned'] / 2**30:.2f} GiB planned, {taken['taken'] / 2**30:.2f} taken"
+            yield f"| memory for {int(key.removeprefix('bytes_')):,} tokens | {sizes} | | {gap:+.1%} | |"
+
+
+def _beside(ours: dict[str, Any], mixed: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The run under a target that comes nearest to lying below the other engine's point in both numbers."""
+    points = {key.split("_")[2]: value for key, value in ours.items() if key.startswith("mixed_at_")}
+    target = min(
+        points,
+        key=lambda name: max(points[name]["ttft"] / mixed["ttft"], points[name]["itl_p99"] / mixed["itl_p99"]),
+    )
+    return target, points[target]
+
+
+def _draw(last: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ours = {f"{key.split('_')[2]} ms": value for key, value in last["penstock"].items() if key.startswith("mixed_at_")}
+    theirs = {f"{budget} tokens": result["mixed"] for budget, result in last["vllm"].items()}
+    figure, axis = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
+    for name, points, color, marker in (
+        ("Penstock, by latency target", ours, "#1f6f8b", "o"),
+        ("vLLM 0.24.0, by tokens per step", theirs, "#b3432b", "s"),
+    ):
+        ordered = sorted(points.items(), key=lambda item: item[1]["itl_p99"])
+        gaps, firsts = [p["itl_p99"] * 1e3 for _, p in ordered], [p["ttft"] for _, p in ordered]
+        axis.plot(gaps, firsts, color=color, marker=marker, label=name)
+        below = color == "#1f6f8b"
+        for (label, _), gap, first in zip(ordered, gaps, firsts, strict=True):
+            place = (4, -13) if below else (4, 7)
+            axis.annotate(label, (gap, first), textcoords="offset points", xytext=place, fontsize=8, color=color)
+    axis.set_xlabel("p99 gap between tokens of 32 streams, ms")
+    axis.set_ylabel("first token of a 65k prompt, s")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    figure.savefig(HERE / "curve.png", dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
