@@ -132,21 +132,26 @@ def test_a_second_question_starts_at_the_last_checkpoint(name, load):
     assert (warm - cold).abs().max() <= TOLERANCE
 
 
-def test_after_eviction_the_prompt_is_read_again(load):
-    document = prompt(300)
-    engine = load("qwen3-5", chunk_size=64, max_checkpoints=2)
-    _, cold = read(engine, document)
-    for seed in range(3):
-        read(engine, prompt(300, seed=10 + seed))
-    _, again = read(engine, document)
-    assert again.num_cached_tokens == 0
-    assert again.token_ids == cold.token_ids
-    engine.scheduler.check()
+@pytest.mark.parametrize("name", ["qwen3-5", "granite-hybrid"])
+def test_after_eviction_a_document_is_read_again(name, load):
+    document, question = prompt(700), prompt(25, seed=3)
+    _, cold = read(load(name, chunk_size=0), [*document, *question])
+    engine = load(name, chunk_size=64, max_checkpoints=4)
+    saved = []
+    for num_others in (0, 1, 2):
+        read(engine, document)
+        for seed in range(num_others):
+            read(engine, prompt(300, seed=10 + seed))
+        _, warm = read(engine, [*document, *question])
+        assert warm.token_ids == cold.token_ids
+        saved.append(warm.num_cached_tokens)
+        engine.scheduler.check()
+    assert saved == [640, 640, 0], "the checkpoints of one more document fit, those of two do not"
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_prompt_cancelled_after_any_chunk_resumes_at_the_checkpoint_before_it(name, load):
-    tokens, chunk_size = prompt(150), 40
+@pytest.mark.parametrize(("name", "chunk_size"), [*((name, 40) for name in HYBRIDS), ("qwen3-5", 7), ("bamba", 7)])
+def test_a_prompt_cancelled_after_any_chunk_resumes_at_the_checkpoint_before_it(name, chunk_size, load):
+    tokens = prompt(150 if chunk_size > BLOCK else 40)
     _, expected = read(load(name, chunk_size=0), tokens)
     num_chunks = load(name, chunk_size=chunk_size).plan(len(tokens)).num_chunks
     for num_read in range(1, num_chunks):
@@ -171,6 +176,12 @@ def test_prompts_that_fight_for_a_tiny_pool_give_what_each_gives_alone(name, loa
     together = engine.generate_batch(prompts, max_tokens=NUM_GENERATED, ignore_eos=True)
     assert [output.token_ids for output in together] == alone
     assert engine.scheduler.num_preemptions > 0
+    restarts = [after.start for before, after in itertools.pairwise(together[2].chunks) if after.start < before.end]
+    assert restarts == [0], "its blocks went to the others, and it was read again"
+    question = [*prompts[2], *prompt(9, seed=5)]
+    cold, warm = read(load(name, chunk_size=0), question)[1], read(engine, question)[1]
+    assert warm.num_cached_tokens == 208, "where the last but one chunk of the preempted prompt ended"
+    assert warm.token_ids == cold.token_ids
     engine.scheduler.check()
 
 
