@@ -87,6 +87,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral": lambda: _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=21),
     "gpt-oss": lambda: _config(
         "GptOssConfig",
+        intermediate_size=96,
         num_local_experts=4,
         num_experts_per_tok=2,
         head_dim=16,
