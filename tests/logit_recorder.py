@@ -10,6 +10,7 @@ class LogitRecorder:
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[torch.Tensor] = []
+        self._engine = engine
         self._lane = engine.model.lane
         self.facts = self._lane.facts
         self.shape = self._lane.shape
@@ -20,6 +21,9 @@ class LogitRecorder:
         if len(logits):
             self.steps.append(logits.clone())
         return logits
+
+    def remove(self) -> None:
+        self._engine._runner.lane = self._lane
 
     @property
     def all(self) -> torch.Tensor:

@@ -87,6 +87,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral": lambda: _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=21),
     "gpt-oss": lambda: _config(
         "GptOssConfig",
+        intermediate_size=96,
         num_local_experts=4,
         num_experts_per_tok=2,
         head_dim=16,
@@ -125,7 +126,10 @@ RECURRENT = {"qwen3-next", "qwen3-5", "qwen3-5-moe", "bamba", "granite-hybrid", 
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Random weights, large enough that attention is far from uniform and norms are far from one."""
+    """Random weights, large enough that attention is far from uniform and norms are far from one.
+
+    Recurrent heads remember from ten tokens to thousands, so that a state that is lost shows long after.
+    """
     torch.manual_seed(seed)
     config = CONFIGS[name]()
     config._attn_implementation = "eager"
@@ -134,6 +138,8 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter_name.endswith("dt_bias"):
+                parameter.copy_(torch.linspace(-8, -2, len(parameter)))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3))
     return model.to(dtype)

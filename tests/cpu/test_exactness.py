@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from chunk_matrix import SUBJECTS, distances
 from logit_recorder import LogitRecorder
 from tiny_models import CONFIGS, RECURRENT, prompt, reference_logits
 
@@ -35,6 +36,14 @@ def test_every_chunk_size_equals_the_whole_prompt_and_transformers(name, tiny, l
         assert len(output.chunks) >= fewest
         assert (logits - whole).abs().max() <= TOLERANCE, f"chunk size {chunk_size}"
         assert output.token_ids == whole_output.token_ids, f"chunk size {chunk_size}"
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_chunk_size_equals_the_whole_prompt_and_transformers_up_to_2600_tokens(name, tmp_path):
+    for subject in SUBJECTS[name](tmp_path):
+        found = distances(subject)
+        assert found.is_right, f"{subject.num_tokens} tokens: {found}"
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - RECURRENT))

@@ -1,148 +1,38 @@
 """Our decoder with the tower of transformers: any chunks give plain transformers' answer, and the prefix cache knows
 which images it saw."""
 
-import dataclasses
 import json
-import os
-import subprocess
-import sys
-import zlib
 
 import pytest
 import torch
 import transformers
+from image_answers import EXACT, NUM_GENERATED, SETTINGS, answer, penstock, plain
 from logit_recorder import LogitRecorder
-from tiny_models import prompt, save_tokenizer
-from tiny_vision_models import (
-    IMAGE_TOKEN,
-    KINDS,
-    count_images,
-    gemma3_processor,
-    idefics3_processor,
-    llava_processor,
-    pictures,
-    processed_prompt,
-    tiny_vision_model,
-)
+from tiny_vision_models import IMAGE_TOKEN, KINDS, TEXT, pictures, plain_inputs
 
-from penstock.config import load_config
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
 from penstock.engine.planning import plan
-from penstock.errors import InvalidMedia, InvalidModelFile, InvalidSetting, UnknownLane
+from penstock.errors import InvalidModelFile, InvalidSetting, UnknownLane
 from penstock.lanes.lane import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL, pick_lane
 from penstock.lanes.media import MediaPrompt
-from penstock.lanes.media_processor import MediaProcessor
 from penstock.request import Failed, Finished
 
-EXACT = 1e-4
-NUM_GENERATED = 32
-WITH_PROCESSOR = {"llava": llava_processor, "gemma3": gemma3_processor, "idefics3": idefics3_processor}
-NUM_ENCODED = dict.fromkeys(KINDS, 2) | {"idefics3": 10}  # two pictures, or each in four tiles and whole
-TEXT = "w1 w2 <image> w3 w4 w5 <image> w6 w7 w8 w9"
-TEMPLATE = (
-    "{% for message in messages %}{{ ' ' + message['role'] }}{% for part in message['content'] %}"
-    "{{ ' <image> ' if part['type'] == 'image' else ' ' + part['text'] }}{% endfor %}{% endfor %} w9"
-)
-SETTINGS = {"dtype": "float32", "memory": "4GiB", "threads": 1}
-
-
-class TensorProcessor:
-    """Called as processors are: text and two pictures become tensors; other pictures than the usual, other pixels."""
-
-    image_token = "<image>"
-
-    def __init__(self, inputs):
-        self.inputs = inputs
-
-    def __call__(self, text, images=None, return_tensors="pt"):
-        assert len(images) == 2
-        if _checksum(images) == _checksum(pictures(2)):
-            return dict(self.inputs)
-        pixels = self.inputs["pixel_values"]
-        others = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(_checksum(images)))
-        return {**self.inputs, "pixel_values": others * (pixels != 0)}
-
-
-def _checksum(images):
-    return zlib.crc32(b"".join(image.tobytes() for image in images))
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Name -> (folder, model); where a processor can be made without more libraries, the folder has it."""
-    made = {}
-
-    def make(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            model = tiny_vision_model(name)
-            model.save_pretrained(folder)
-            save_tokenizer(folder)
-            if name in WITH_PROCESSOR:
-                processor = WITH_PROCESSOR[name]()
-                processor.chat_template = TEMPLATE
-                processor.save_pretrained(folder)
-            made[name] = folder, model
-        return made[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield make
-
-
-@pytest.fixture
-def load(saved):
-    engines = []
-
-    def make(name, *, num_blocks=None, **settings):
-        folder, model = saved(name)
-        config = load_config(SETTINGS | settings)
-        loaded = load_model(str(folder), config)
-        if num_blocks is not None:
-            loaded = dataclasses.replace(loaded, num_blocks=num_blocks)
-        engine = Engine(loaded, config)
-        if name not in WITH_PROCESSOR:
-            engine.model.lane.processor = MediaProcessor(TensorProcessor(processed_prompt(name, model)))
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def inputs_of(name, model):
-    """What plain transformers is given for TEXT and two pictures."""
-    if name in WITH_PROCESSOR:
-        return WITH_PROCESSOR[name]()(text=[TEXT], images=pictures(2), return_tensors="pt")
-    return processed_prompt(name, model)
-
-
-def plain(model, inputs, num_tokens=NUM_GENERATED):
-    """(tokens, logits) that generate writes greedily, without end."""
-    length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "pad_token_id": 0, "eos_token_id": None}
-    result = model.generate(**inputs, **length, do_sample=False, return_dict_in_generate=True, output_logits=True)
-    return tuple(result.sequences[0, -num_tokens:].tolist()), torch.cat(result.logits)
-
-
-def answer(engine, images=None, text=TEXT, num_tokens=NUM_GENERATED):
-    return engine.generate(text, images=images or pictures(2), max_tokens=num_tokens, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("own_verdicts")
 
 
 # --- exactness ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_any_chunks_give_the_answer_of_plain_transformers_and_of_its_lane(name, saved, load):
+def test_any_chunks_give_the_answer_of_plain_transformers_and_of_its_lane(name, tiny_vision, load_vision):
     """Chunks of one and three end inside images, at their borders and between them; 64 holds several parts."""
-    model = saved(name)[1]
-    written, reference = plain(model, inputs_of(name, model))
-    generic = load(name, lane=GENERIC_MULTIMODAL, chunk_size=7)
+    model = tiny_vision(name)[1]
+    written, reference = plain(model, plain_inputs(name, model))
+    generic = load_vision(name, lane=GENERIC_MULTIMODAL, chunk_size=7)
     theirs = LogitRecorder(generic)
     assert answer(generic).token_ids == written
     for chunk_size in (1, 2, 3, 5, 7, 8, 16, 64, 0):
-        engine = load(name, chunk_size=chunk_size)
+        engine = load_vision(name, chunk_size=chunk_size)
         recorder = LogitRecorder(engine)
         output = answer(engine)
         assert output.token_ids == written, f"chunk size {chunk_size}"
@@ -154,11 +44,11 @@ def test_any_chunks_give_the_answer_of_plain_transformers_and_of_its_lane(name, 
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl", "gemma3"])
-def test_a_border_at_every_token_gives_the_same_logits(name, load):
+def test_a_border_at_every_token_gives_the_same_logits(name, load_vision):
     """Two chunks, the first of every length: borders before, in, after and between the images."""
-    engine = load(name, chunk_size=0, prefix_cache=False)
+    engine = load_vision(name, chunk_size=0, prefix_cache=False)
     recorder = LogitRecorder(engine)
-    num_tokens = answer(engine, num_tokens=1).num_prompt_tokens
+    num_tokens = answer(engine, max_tokens=1).num_prompt_tokens
     whole = recorder.all
     for border in range(1, num_tokens):
         engine.scheduler.budget.ceiling = border
@@ -173,37 +63,16 @@ def test_a_border_at_every_token_gives_the_same_logits(name, load):
         assert float((recorder.steps[-1] - whole).abs().max()) <= EXACT, f"border {border}"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_each_image_is_encoded_once(name, load):
-    engine = load(name, chunk_size=3)
-    encoded = count_images(engine.model.lane.model, name)
-    answer(engine)
-    assert sum(encoded) == NUM_ENCODED[name]
-    answer(engine)
-    assert sum(encoded) == NUM_ENCODED[name], "the same images came again and are known"
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_text_alone_is_read_too(name, saved, load):
-    tokens = [token for token in prompt(60) if token < IMAGE_TOKEN]
-    written, reference = plain(saved(name)[1], {"input_ids": torch.tensor([tokens])})
-    for given in (tokens, " ".join(f"w{token}" for token in tokens)):
-        engine = load(name, chunk_size=7)
-        recorder = LogitRecorder(engine)
-        assert engine.generate(given, max_tokens=NUM_GENERATED, ignore_eos=True).token_ids == written
-        assert float((recorder.all - reference).abs().max()) <= EXACT
-
-
-def test_log_probabilities_of_images_are_refused_before_they_are_encoded(load):
-    engine = load("llava", chunk_size=7)
+def test_log_probabilities_of_images_are_refused_before_they_are_encoded(load_vision):
+    engine = load_vision("llava", chunk_size=7)
     with pytest.raises(InvalidSetting, match="have no log-probabilities"):
         engine.submit(TEXT, images=pictures(2), prompt_logprobs=0)
     assert not engine.scheduler.has_work
 
 
-def test_an_image_that_the_tower_cannot_encode_fails_alone(load):
+def test_an_image_that_the_tower_cannot_encode_fails_alone(load_vision):
     """A tower that runs out of memory, say, ends the request that asked, and no other."""
-    engine = load("llava", chunk_size=7)
+    engine = load_vision("llava", chunk_size=7)
     tower = engine.model.media.lane.media.tower
 
     def fail(**inputs):
@@ -221,66 +90,37 @@ def test_an_image_that_the_tower_cannot_encode_fails_alone(load):
     assert ended == {others: "length", asked: "abort"}
 
 
-def test_an_image_wider_than_a_query_tile_and_a_window_is_read_exactly(saved):
+def test_an_image_wider_than_a_query_tile_and_a_window_is_read_exactly(tiny_vision):
     """A span that sees itself is cut into tiles of queries and of keys, and their last tile may be one row."""
     from penstock.attention import cpu
 
-    model = saved("gemma3")[1]
-    written, reference = plain(model, inputs_of("gemma3", model))
+    model = tiny_vision("gemma3")[1]
+    written, reference = plain(model, plain_inputs("gemma3", model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "KEY_ROWS", 5)
         for rows in (1, 3, 5, 15):
             patch.setattr(cpu, "QUERY_ROWS", rows)
-            with Engine.load(str(saved("gemma3")[0]), **SETTINGS, chunk_size=0) as engine:
+            with Engine.load(str(tiny_vision("gemma3")[0]), **SETTINGS, chunk_size=0) as engine:
                 recorder = LogitRecorder(engine)
                 assert answer(engine).token_ids == written
                 assert float((recorder.all - reference).abs().max()) <= EXACT
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "gemma3", "llava", "smolvlm"])
-def test_requests_at_once_get_what_each_gets_alone(name, load):
-    tokens = [token for token in prompt(50) if token < IMAGE_TOKEN]
-    settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
-    alone = [answer(load(name, chunk_size=7)).token_ids, load(name).generate(tokens, **settings).token_ids]
-    engine = load(name, chunk_size=7)
-    ids = [engine.submit(TEXT, images=pictures(2), **settings), engine.submit(tokens, **settings)]
-    outputs = {}
-    while len(outputs) < 2:
-        outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
-    assert [outputs[request_id].token_ids for request_id in ids] == alone
-    assert engine.model.lane.num_kept == 0
-
-
-@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
-def test_a_preempted_request_is_read_again_with_its_images(name, load):
-    """The pool holds one request and a part of the other; what was written is read again behind the images."""
-    expected = [answer(load(name, chunk_size=7)).token_ids, answer(load(name), pictures(3)[1:]).token_ids]
-    engine = load(name, chunk_size=7, num_blocks=8)
-    settings = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
-    ids = [engine.submit(TEXT, images=images, **settings) for images in (pictures(2), pictures(3)[1:])]
-    outputs = {}
-    while len(outputs) < 2:
-        outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
-    assert engine.scheduler.num_preemptions > 0
-    assert [outputs[request_id].token_ids for request_id in ids] == expected
-    assert engine.model.lane.num_kept == 0
-
-
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
-def test_overlap_recomputes_tokens_of_images_in_place(name, load):
-    expected = answer(load(name, chunk_size=7)).token_ids
-    assert answer(load(name, chunk_size=7, overlap=3, prefix_cache=False)).token_ids == expected
+def test_overlap_recomputes_tokens_of_images_in_place(name, load_vision):
+    expected = answer(load_vision(name, chunk_size=7)).token_ids
+    assert answer(load_vision(name, chunk_size=7, overlap=3, prefix_cache=False)).token_ids == expected
 
 
 # --- prefixes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_images_are_a_prefix_hit_and_others_are_not(name, load):
+def test_the_same_images_are_a_prefix_hit_and_others_are_not(name, load_vision):
     """Placeholders have one id whatever they stand for; the second image differs only after the first."""
     one, two, three = pictures(3)
-    engine = load(name, chunk_size=7, block_size=4)
-    fresh = load(name, prefix_cache=False)
+    engine = load_vision(name, chunk_size=7, block_size=4)
+    fresh = load_vision(name, prefix_cache=False)
     recorder = LogitRecorder(fresh)
     first, second = answer(fresh, [one, two]), answer(fresh, [three, two])
     theirs, others = recorder.all.split(NUM_GENERATED)
@@ -295,18 +135,18 @@ def test_the_same_images_are_a_prefix_hit_and_others_are_not(name, load):
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
-def test_images_that_differ_late_share_what_comes_before(name, load):
+def test_images_that_differ_late_share_what_comes_before(name, load_vision):
     one, two, three = pictures(3)
-    engine = load(name, chunk_size=7, block_size=4)
+    engine = load_vision(name, chunk_size=7, block_size=4)
     answer(engine, [one, two])
     output = answer(engine, [one, three])
     assert 16 <= output.num_cached_tokens < 32, "the first image is shared, the second is not"
-    assert output.token_ids == answer(load(name), [one, three]).token_ids
+    assert output.token_ids == answer(load_vision(name), [one, three]).token_ids
 
 
-def test_touching_images_that_see_each_other_are_one_span_of_the_hash(load):
+def test_touching_images_that_see_each_other_are_one_span_of_the_hash(load_vision):
     """The keys of the first image depend on the second, which it sees."""
-    media = load("gemma3").model.lane.media
+    media = load_vision("gemma3").model.lane.media
     ids = torch.tensor([[1, 2, *[IMAGE_TOKEN] * 32, 3]])
     touching = MediaPrompt.of(media, {"input_ids": ids, **KINDS["gemma3"].images()})
     assert [(key.start, key.end) for key in touching.media_keys] == [(2, 34), (2, 34)]
@@ -320,8 +160,8 @@ def test_touching_images_that_see_each_other_are_one_span_of_the_hash(load):
 # --- the lane table, the plan, loading ------------------------------------------------------------------------
 
 
-def test_the_native_lane_is_preferred_where_it_is_eligible(saved):
-    config = json.loads((saved("llava")[0] / "config.json").read_text())
+def test_the_native_lane_is_preferred_where_it_is_eligible(tiny_vision):
+    config = json.loads((tiny_vision("llava")[0] / "config.json").read_text())
     assert pick_lane(config, None).id == NATIVE_MULTIMODAL
     assert pick_lane(config, GENERIC_MULTIMODAL).id == GENERIC_MULTIMODAL
     foreign = config | {"text_config": config["text_config"] | {"model_type": "gpt_neox"}}
@@ -333,8 +173,8 @@ def test_the_native_lane_is_preferred_where_it_is_eligible(saved):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
-def test_a_plan_counts_the_tower_the_features_and_the_encoder(name, saved):
-    folder, model = saved(name)
+def test_a_plan_counts_the_tower_the_features_and_the_encoder(name, tiny_vision):
+    folder, model = tiny_vision(name)
     planned = plan(str(folder), prompt_tokens=500, memory="4GiB", dtype="float32")
     assert planned.lane.id == NATIVE_MULTIMODAL
     assert planned.prompt.weight_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -348,9 +188,9 @@ def test_a_plan_counts_the_tower_the_features_and_the_encoder(name, saved):
     assert planned.prompt.kv_bytes == 512 * per_token
 
 
-def test_a_config_that_leaves_sizes_to_the_library_is_completed_by_it(saved, tmp_path):
+def test_a_config_that_leaves_sizes_to_the_library_is_completed_by_it(tiny_vision, tmp_path):
     """Published configs of LLaVA name no hidden_size, and those of Qwen2.5-VL have no text_config at all."""
-    folder = saved("llava")[0]
+    folder = tiny_vision("llava")[0]
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())
@@ -363,17 +203,17 @@ def test_a_config_that_leaves_sizes_to_the_library_is_completed_by_it(saved, tmp
         assert answer(engine).token_ids == answer(other).token_ids
 
 
-def test_the_tower_holds_no_second_copy_of_the_decoder(load):
-    engine = load("llava")
+def test_the_tower_holds_no_second_copy_of_the_decoder(load_vision):
+    engine = load_vision("llava")
     lane = engine.model.lane
     assert not any("language_model.layers" in name for name, _ in lane.model.named_parameters())
     assert not any("embed_tokens" in name or "lm_head" in name for name, _ in lane.model.named_parameters())
 
 
-def test_a_checkpoint_without_a_decoder_is_refused(saved, tmp_path):
+def test_a_checkpoint_without_a_decoder_is_refused(tiny_vision, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = saved("llava")[0]
+    folder = tiny_vision("llava")[0]
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -383,48 +223,18 @@ def test_a_checkpoint_without_a_decoder_is_refused(saved, tmp_path):
         Engine.load(str(tmp_path), **SETTINGS)
 
 
-def test_no_chunk_ends_inside_an_image_that_sees_itself(load):
-    engine = load("gemma3", chunk_size=5)
-    request_id = engine.submit(TEXT, images=pictures(2), max_tokens=2)
-    spans = engine.scheduler.sequences[request_id].request.atomic_spans
-    *_, last = engine.events(request_id)
-    assert [span.end - span.start for span in spans] == [16, 16]
-    assert all(not span.start < chunk.end < span.end for span in spans for chunk in last.output.chunks)
-    planned = engine.plan(last.output.num_prompt_tokens, spans)
-    assert any("chunk size 5 raised to 16" in adjustment for adjustment in planned.adjustments)
-    facts = engine.lane.after_reading(last.output.num_prompt_chunks)
-    assert facts.boundary == "any token outside images, which see themselves"
-    with pytest.raises(InvalidSetting, match="Make --chunk-size at least 16"):
-        answer(load("gemma3", chunk_size=5, strict=True))
-
-
-def test_images_that_do_not_fit_their_placeholders_are_refused(load):
-    engine = load("llava")
-    with pytest.raises(InvalidMedia, match=r"2 image placeholder\(s\) <image> and 1 image"):
-        engine.generate(TEXT, images=pictures(1))
-    with pytest.raises(InvalidMedia, match="more placeholders than images"):
-        engine.generate(TEXT)
-    assert not engine.scheduler.has_work
-    assert engine.model.lane.num_kept == 0
-
-
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def test_run_reads_images_in_chunks_of_seven(saved, tmp_path):
-    folder, model = saved("llava")
+def test_run_reads_images_in_chunks_of_seven(tiny_vision, tmp_path):
+    folder, model = tiny_vision("llava")
     one, two = pictures(2)
     one.save(tmp_path / "one.png")
     two.save(tmp_path / "two.png")
     images = ["--image", tmp_path / "one.png", "--image", tmp_path / "two.png"]
-    arguments = ["run", folder, *images, "-p", "w1 w2", "--json", "--chunk-size", 7, "--max-tokens", 8]
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *map(str, arguments), "--dtype", "float32", "--memory", "4GiB"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PENSTOCK_THREADS": "1"},
-        check=False,
+    done = penstock(
+        *["run", folder, *images, "-p", "w1 w2", "--json", "--chunk-size", 7],
+        *["--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"],
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The app before its model is there."""
+"""The app in this process: before its model is there, and how it is set."""
 
 import asyncio
 import json
@@ -34,6 +34,35 @@ def test_while_the_model_is_loaded_health_and_requests_are_503():
     assert refused.headers["retry-after"] == "1"
     assert "being loaded" in refused.json()["error"]["message"]
     assert ask("GET", "/version").status_code == 200
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_changed_chunk_size_of_a_request_is_in_its_plan_or_refused_under_strict(tiny, strict):
+    folder = str(tiny("qwen3-5")[0])
+    config = EngineConfig(dtype="float32", device="cpu", memory=4 << 30, threads=1, strict=strict)
+
+    async def asking():
+        app = make_app(ServerSettings(model=folder), config)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
+        async with app.router.lifespan_context(app), client:
+            await app.state.loading
+            completion = {"model": folder, "prompt": [*range(3, 123)], "max_tokens": 1}
+            return [
+                await client.post("/plan", json={"prompt_tokens": 120, "chunk_size": 70}),
+                await client.post("/v1/completions", json=completion | {"chunk_size": 70}),
+                await client.post("/v1/completions", json=completion | {"chunk_size": 48}),
+            ]
+
+    plan, changed, kept = asyncio.run(asking())
+    assert kept.status_code == 200
+    if strict:
+        for refused in (plan, changed):
+            assert refused.status_code == 400
+            assert "--strict: chunk size 70 is 64" in refused.json()["error"]["message"]
+    else:
+        assert changed.status_code == 200
+        assert plan.json()["chunk_size"] == 64
+        assert any("chunk size 70 is 64" in adjustment for adjustment in plan.json()["adjustments"])
 
 
 def test_the_clients_own_request_id_is_kept_if_it_is_a_plain_word():

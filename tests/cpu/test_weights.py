@@ -17,10 +17,13 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Quant
-from safetensors.torch import save_file
+from logit_recorder import LogitRecorder
+from safetensors.torch import load_file, save_file
+from tiny_models import prompt, reference_logits, save_tiny_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
+from penstock.engine.engine import Engine
 from penstock.errors import InvalidModelFile, PenstockError, UnsupportedModel
 from penstock.models import weights
 from penstock.models.files import gguf_dtype, resolve
@@ -209,6 +212,33 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path, small_slices):
     assert torch.equal(rows.transpose(1, 2), expected)
     with pytest.raises(InvalidModelFile, match="config asks for scales"):
         SafetensorsWeights([tmp_path / "w.safetensors"]).copy_into(torch.empty(3, 12, 96).transpose(1, 2), "w")
+
+
+def test_a_checkpoint_with_experts_in_mxfp4_runs_natively_as_transformers_runs_it(tmp_path):
+    save_tiny_model("gpt-oss", tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(122, 125, groups, generator=generator, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    whole = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": whole}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dequantized = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.Mxfp4Config(dequantize=True), attn_implementation="eager"
+    ).float()  # which bfloat16 holds exactly
+    tokens = prompt(50)
+    with Engine.load(str(tmp_path), dtype="float32", memory="4GiB", threads=1, chunk_size=7) as engine:
+        assert engine.lane.id == "optimized-native-text"
+        recorder = LogitRecorder(engine)
+        output = engine.generate(tokens, max_tokens=32, ignore_eos=True)
+    expected = reference_logits(dequantized, [*tokens, *output.token_ids][:-1])[len(tokens) - 1 :]
+    assert (recorder.all - expected).abs().max() <= 1e-4
+    assert output.token_ids == tuple(expected.argmax(-1).tolist())
 
 
 # --- GGUF: quantised types ----------------------------------------------------------------------------------

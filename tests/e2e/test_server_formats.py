@@ -235,11 +235,39 @@ def test_an_image_for_a_model_without_eyes_is_refused(server, model):
     assert "text only" in refused.json()["error"]["message"]
 
 
+def test_a_request_brings_its_own_chunk_size(server, model):
+    """To every path that reads a prompt, and to the plan of it."""
+    asks = {
+        "/v1/completions": {"prompt": [*range(600, 640)], "max_tokens": 1},
+        "/v1/chat/completions": {"messages": ASK, "max_tokens": 1},
+        "/v1/responses": {"input": "What is the weather in Paris?", "max_output_tokens": 1},
+        "/v1/embeddings": {"input": [*range(700, 740)]},
+    }
+    for path, ask in asks.items():
+        for chunk_size in (7, 0, "auto"):
+            post(server, "/reset_prefix_cache")
+            assert post(server, path, model=model, chunk_size=chunk_size, **ask).status_code == 200
+            trace = Trace.model_validate_json(httpx.get(f"{server.url}/trace").content)
+            request = trace.requests[-1]
+            sizes = [chunk.end - chunk.start for chunk in chunks_of(trace, request.id) if chunk.kind == "prefill"]
+            num_tokens = request.prompt_tokens
+            assert sum(sizes) == num_tokens
+            assert sizes[0] == (7 if chunk_size == 7 else num_tokens), path
+        for wrong in (-1, "many", 2.5):
+            assert post(server, path, model=model, chunk_size=wrong, **ask).status_code == 400
+    plans = {size: post(server, "/plan", prompt_tokens=100, chunk_size=size).json() for size in (7, 0, None)}
+    assert {size: plan["num_chunks"] for size, plan in plans.items()} == {7: 15, 0: 1, None: 4}
+
+
+def chunks_of(trace, request_id):
+    return [chunk for step in trace.steps for chunk in step.chunks if chunk.request_id == request_id]
+
+
 def test_the_trace_of_the_last_minutes_tells_every_chunk(server, client, model):
     client.completions.create(model=model, prompt=[*range(400, 500)], max_tokens=3, extra_body={"ignore_eos": True})
     trace = Trace.model_validate_json(httpx.get(f"{server.url}/trace").content)
     request = trace.requests[-1]
-    chunks = [chunk for step in trace.steps for chunk in step.chunks if chunk.request_id == request.id]
+    chunks = chunks_of(trace, request.id)
     assert [(chunk.kind, chunk.start, chunk.end) for chunk in chunks] == [
         *[("prefill", 0, 32), ("prefill", 32, 64), ("prefill", 64, 96), ("prefill", 96, 100)],
         *[("decode", 100, 101), ("decode", 101, 102)],

@@ -83,6 +83,9 @@ def test_a_boundary_is_preferred_but_never_stops_progress():
     assert chunk_end(0, 100, Stops(end=500, boundary=64)).position == 64
     assert chunk_end(64, 30, Stops(end=500, boundary=64)).position == 94
     assert chunk_end(480, 100, Stops(end=500, boundary=64)).reason == "end"
+    assert chunk_end(0, 100, Stops(end=90, boundary=64)).position == 90
+    assert chunk_end(0, 100, Stops(end=90, is_open=True, boundary=64)).position == 64
+    assert chunk_end(64, 100, Stops(end=90, is_open=True, boundary=64)).position == 90
 
 
 @pytest.mark.parametrize("values", [{"chunk_size": -1}, {"overlap": -1}, {"chunk_size": 8, "overlap": 8}])

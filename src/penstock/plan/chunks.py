@@ -18,6 +18,7 @@ class Stops:
     """What limits a chunk besides the budget. Build `atomic` with `merge_spans`."""
 
     end: int  # of the tokens known so far
+    is_open: bool = False  # more will follow them, so that their end is no reason to end between boundaries
     boundary: int = 1  # preferred: end on a multiple of this (blocks, state checkpoints)
     atomic: tuple[Span, ...] = ()
 
@@ -44,7 +45,7 @@ def chunk_end(start: int, budget: int, stops: Stops) -> ChunkEnd:
     assert budget >= 1, f"a chunk needs a budget of at least 1, got {budget}"
     assert start < stops.end, f"nothing to compute at {start} of {stops.end}"
     end = min(start + budget, stops.end)
-    reason: StopReason = "end" if end == stops.end else "budget"
+    reason: StopReason = "end" if end == stops.end and not stops.is_open else "budget"
     if reason == "budget" and (aligned := end // stops.boundary * stops.boundary) > start and aligned != end:
         end, reason = aligned, "boundary"
     for span in stops.atomic:

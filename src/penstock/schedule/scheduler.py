@@ -417,7 +417,8 @@ class Scheduler:
         atomic = sequence.request.atomic_spans
         if self.limits.reads_whole:
             atomic = (Span(start=0, end=sequence.num_known),)
-        return Stops(end=sequence.num_known, boundary=self._boundary, atomic=atomic)
+        is_open = not sequence.prompt_is_complete
+        return Stops(end=sequence.num_known, is_open=is_open, boundary=self._boundary, atomic=atomic)
 
     def _schedule_oldest(self, prompts: list[Sequence], draft: Draft) -> None:
         """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""

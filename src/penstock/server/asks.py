@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TokenId = Annotated[int, Field(ge=0)]
+ChunkSize = Annotated[int, Field(ge=0)] | Literal["auto"] | None  # None: the server's; 0: the prompt is read whole
 MAX_STOPS = 16
 MAX_PROMPTS = 64
 
@@ -62,6 +63,7 @@ class SamplingFields(InertFields):
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1)] | None = 1
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chunk_size: ChunkSize = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = 0
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -98,7 +100,7 @@ class SamplingFields(InertFields):
             name: value
             for name in (
                 *["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"],
-                *["min_tokens", "ignore_eos", "prompt_logprobs", "stop"],
+                *["min_tokens", "ignore_eos", "prompt_logprobs", "stop", "chunk_size"],
             )
             if (value := getattr(self, name)) is not None
         }

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from penstock.request import Output, Pooling
-from penstock.server.asks import MAX_PROMPTS, InertFields, TokenId
+from penstock.server.asks import MAX_PROMPTS, ChunkSize, InertFields, TokenId
 from penstock.server.run import CLIENT_CLOSED_REQUEST, Choice, Run, unless_disconnected
 from penstock.server.service import Service
 
@@ -29,6 +29,7 @@ class EmbeddingAsk(InertFields):
     )
     encoding_format: Literal["float", "base64"] | None = "float"
     pooling: Pooling = "mean"
+    chunk_size: ChunkSize = None
 
     @property
     def inputs(self) -> list[str | list[int]]:
@@ -67,7 +68,7 @@ async def embeddings(ask: EmbeddingAsk, request: Request) -> Response:
     for tokens in prompts:
         service.check_length(len(tokens))
     run = Run(service, request)
-    settings = {"pooling": ask.pooling, "max_tokens": 1}
+    settings = {"pooling": ask.pooling, "max_tokens": 1, "chunk_size": ask.chunk_size}
     await run.start([Choice(prompt=each, settings=settings, num_prompt_tokens=len(each)) for each in prompts])
     try:
         outputs = await unless_disconnected(request, run.finish())

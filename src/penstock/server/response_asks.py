@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.server.asks import Ask, InertFields
+from penstock.server.asks import Ask, ChunkSize, InertFields
 from penstock.server.chat_asks import ChatAsk
 
 
@@ -116,6 +116,7 @@ class ResponseAsk(InertFields):
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    chunk_size: ChunkSize = None
     stream: bool | None = False
 
     def as_chat(self) -> ChatAsk:
@@ -126,6 +127,7 @@ class ResponseAsk(InertFields):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "chunk_size": self.chunk_size,
             "stream": self.stream,
             "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
             "tool_choice": {"type": "function", "function": {"name": choice.name}}

@@ -13,7 +13,7 @@ from penstock.cache.prefix import root_hash
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, PromptTooLong
 from penstock.plan.prompt_plan import PromptPlan
-from penstock.server.asks import Ask, TokenId
+from penstock.server.asks import Ask, ChunkSize, TokenId
 from penstock.server.chat_asks import GivenMessage
 from penstock.server.service import Service
 
@@ -58,6 +58,7 @@ class PlanAsk(Ask):
     prompt: str | list[TokenId] | None = None
     messages: Annotated[list[GivenMessage], Field(min_length=1)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    chunk_size: ChunkSize = None
 
     @model_validator(mode="after")
     def _check_one(self) -> Any:
@@ -108,7 +109,8 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
     if num_tokens > (limit := MOST_PLANNED_CONTEXTS * engine.scheduler.capacity):
         raise PromptTooLong(f"The prompt has {num_tokens} tokens; plans are made for {limit} at most.")
     num_cached = await service.engine.call(lambda engine: _num_cached(engine, tokens))
-    return await asyncio.to_thread(_planned, engine, num_tokens, num_cached)
+    planned = await asyncio.to_thread(engine.plan, num_tokens, chunk_size=ask.chunk_size)
+    return Plan(**asdict(planned), cached_tokens=num_cached)
 
 
 @router.post("/reset_prefix_cache")
@@ -121,10 +123,6 @@ def _num_cached(engine: Engine, tokens: list[int]) -> int:
     prefix = engine.scheduler.prefix
     root = root_hash(engine.model.identity, engine.model.spec.rotary_variant(len(tokens)))
     return 0 if prefix is None else prefix.num_known(tokens, root, engine.config.block_size)
-
-
-def _planned(engine: Engine, num_tokens: int, num_cached: int) -> Plan:
-    return Plan(**asdict(engine.plan(num_tokens)), cached_tokens=num_cached)
 
 
 def _forget_prefixes(engine: Engine) -> int:

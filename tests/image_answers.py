@@ -1,0 +1,55 @@
+"""Two pictures in a text, as engines and plain transformers are asked about them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tiny_vision_models import KINDS, TEXT, pictures
+from transformers import PreTrainedModel
+
+from penstock.engine.engine import Engine
+from penstock.request import Output
+
+EXACT = 1e-4
+NUM_GENERATED = 32
+NUM_ENCODED = dict.fromkeys(KINDS, 2) | {"idefics3": 10}  # two pictures, or each in four tiles and whole
+SETTINGS = {"dtype": "float32", "memory": "4GiB", "threads": 1}
+SAMPLING = {"max_tokens": NUM_GENERATED, "ignore_eos": True}
+
+
+def plain(
+    model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], num_tokens: int = NUM_GENERATED
+) -> tuple[tuple[int, ...], torch.Tensor]:
+    """(tokens, logits) that transformers' generate writes greedily, without end."""
+    length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "pad_token_id": 0, "eos_token_id": None}
+    result: Any = model.generate(**inputs, **length, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    return tuple(result.sequences[0, -num_tokens:].tolist()), torch.cat(result.logits)
+
+
+def answer(engine: Engine, images: Sequence[Any] | None = None, *, max_tokens: int = NUM_GENERATED) -> Output:
+    return engine.generate(TEXT, images=images or pictures(2), **SAMPLING | {"max_tokens": max_tokens})
+
+
+def finished(engine: Engine, request_ids: Sequence[int]) -> list[Output]:
+    """The outputs of requests that run together."""
+    outputs: dict[int, Output] = {}
+    while len(outputs) < len(request_ids):
+        outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
+    return [outputs[request_id] for request_id in request_ids]
+
+
+def penstock(*arguments: Any, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PENSTOCK_THREADS": "1"},
+        check=False,
+    )
