@@ -57,7 +57,7 @@ NO_TORCH += [
     "errors.py",
 ]
 # Where torch and transformers are imported by the function that needs them.
-MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py", "bench/cpu_peers.py"}
+MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py", "bench/cpu.py"}
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:

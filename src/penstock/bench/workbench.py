@@ -7,13 +7,12 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.bench.peers import Reader, ReaderSettings, own_settings, peer_settings
+from penstock.bench.peers import Reader, ReaderSettings, peer_settings
+from penstock.bench.prompts import seeded_prompt
 from penstock.bench.samples import Document
 from penstock.config import DEFAULT_MODEL
-from penstock.models.files import resolve
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -73,11 +72,6 @@ class Workbench:
         self._stack.close()
 
     @cached_property
-    def vocabulary(self) -> int:
-        config = resolve(self.settings.model, weights=False).config
-        return int((config.get("text_config") or config)["vocab_size"])
-
-    @cached_property
     def engine(self) -> Engine:
         """Loaded when a probe first needs it, warm, and shared by all that measure times."""
         from penstock.engine.engine import Engine
@@ -97,8 +91,7 @@ class Workbench:
 
     def prompt(self, length: int, *key: object) -> list[int]:
         """Seeded tokens: equal keys give equal prompts, others share no prefix."""
-        generator = Random(f"{self.settings.seed} {length} {key}")
-        return [generator.randrange(self.vocabulary) for _ in range(length)]
+        return seeded_prompt(self.settings.model, length, self.settings.seed, *key)
 
     def write(self, prompt: list[int], num_tokens: int = 1, *, chunk_size: int | None = None) -> Output:
         return self.engine.generate(prompt, max_tokens=num_tokens, ignore_eos=True, chunk_size=chunk_size)
@@ -118,23 +111,28 @@ class Workbench:
 
     def own_reader(self, name: str, *, context: int, chunk_size: int | None) -> ReaderSettings:
         settings = self.settings
-        return own_settings(
-            name,
-            settings.model,
+        return ReaderSettings(
+            name=name,
+            model=settings.model,
             context=context,
             chunk_size=chunk_size,
             dtype=settings.dtype,
             threads=settings.threads,
-            device=None if settings.device == "auto" else settings.device,
+            device=settings.device,
             lane=settings.lane,
         )
 
     def peer_readers(self, context: int) -> list[ReaderSettings]:
-        if not self.settings.peers:
-            return []
-        dtype = "bfloat16" if self.settings.dtype == "auto" else self.settings.dtype
-        model, threads = self.settings.model, self.settings.threads
-        return peer_settings(self.settings.peers, model, context=context, threads=threads, dtype=dtype)
+        settings = self.settings
+        dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+        return peer_settings(
+            settings.peers,
+            settings.model,
+            context=context,
+            threads=settings.threads,
+            device=settings.device,
+            dtypes=(dtype,),
+        )
 
     @contextmanager
     def peers(self, context: int) -> Generator[list[Reader]]:

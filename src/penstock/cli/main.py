@@ -11,6 +11,34 @@ import typer
 
 from penstock import __version__
 from penstock.cli.bench import bench
+from penstock.cli.flags import (
+    ChunkSize,
+    Context,
+    Device,
+    Dtype,
+    FrequencyPenalty,
+    Images,
+    Json,
+    LaneId,
+    Logprobs,
+    MaxTokens,
+    Memory,
+    MinP,
+    Model,
+    Overlap,
+    PresencePenalty,
+    Quantize,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Strict,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TraceFile,
+)
 from penstock.config import DEFAULT_MODEL, PARSERS, EngineConfig, load_config
 from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
 from penstock.request import SamplingParams
@@ -27,41 +55,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
-
-Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="MODEL")]
-ChunkSize = Annotated[
-    str | None, typer.Option(help="Prompt tokens per chunk: a number, auto, or 0 to read prompts whole.")
-]
-Overlap = Annotated[int | None, typer.Option(help="Tokens of the previous chunk to compute again.")]
-Memory = Annotated[str | None, typer.Option(help="Byte budget of the whole process, such as 6GiB.")]
-Context = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; past the model's own: a warning.")]
-LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its id.")]
-Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
-Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
-Quantize = Annotated[
-    str | None, typer.Option(help="Weights in few bits: keep (as the GGUF has them), int8, int4 or none.")
-]
-Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
-TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write every step and request to this file; `penstock trace` reads it.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Choose among this many most likely tokens.")]
-TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together reach this share.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: what was read or written becomes less likely.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Taken off for each time a token was written.")]
-PresencePenalty = Annotated[float, typer.Option(help="Taken off once a token was written.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
-Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities with this many alternatives, in --json.")]
-Images = Annotated[
-    list[str] | None, typer.Option("--image", help="A picture, for a model that reads them; may be repeated.")
-]
-System = Annotated[str | None, typer.Option(help="System message.")]
 
 
 @app.callback(invoke_without_command=True)
