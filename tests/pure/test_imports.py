@@ -10,7 +10,7 @@ import pytest
 import penstock
 
 ROOT = Path(penstock.__file__).parent
-BASE = {"request", "config", "errors"}
+BASE = {"request", "config", "document", "errors"}
 # What each room may import, besides itself and the base.
 ALLOWED = {
     "prompt": set(),

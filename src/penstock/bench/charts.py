@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.bench.ledger import BenchRun
 from penstock.bench.plot import pyplot
 from penstock.bench.samples import ProbeResult
+from penstock.trace.summary import percentile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +107,7 @@ def gaps_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     height = 0.25
     marks: tuple[tuple[str, float], ...] = (("median gap", 0.5), ("99 of 100 are shorter", 0.99), ("longest", 1.0))
     for row, (name, share) in enumerate(marks):
-        values = [_quantile(result.measure(variant, "gap_s").samples, share) * 1e3 for variant in variants]
+        values = [percentile(result.measure(variant, "gap_s").samples, share) * 1e3 for variant in variants]
         places = [index + (row - 1) * height for index in range(len(variants))]
         axis.barh(places, values, height=height * 0.9, color=COLORS[row], label=name)
         for place, value in zip(places, values, strict=True):
@@ -185,8 +186,3 @@ def _far_apart(ticks: Sequence[int]) -> list[int]:
         if not kept or kept[-1] - tick >= max(ticks) / 10:
             kept.append(tick)
     return kept
-
-
-def _quantile(samples: Sequence[float], share: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]

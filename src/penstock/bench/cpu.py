@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.bench.peers import AS_STORED, Reader, ReaderSettings, peer_settings
 from penstock.bench.prompts import seeded_prompt
-from penstock.bench.samples import Document
+from penstock.document import Document
 from penstock.models.files import resolve
 from penstock.plan.machine import num_physical_cores
 

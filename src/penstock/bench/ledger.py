@@ -10,8 +10,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from penstock.bench.samples import Document, ProbeResult
+from penstock.bench.samples import ProbeResult
 from penstock.bench.workbench import BenchSettings, ProbeSizes
+from penstock.document import Document
 from penstock.errors import InvalidSetting
 from penstock.plan.machine import num_physical_cores
 

@@ -92,7 +92,7 @@ class Penstock(Adapter):
 class Transformers(Adapter):
     """`generate` as users call it: SDPA, its own cache, and its own way to chunk where a chunk size is given."""
 
-    library = "transformers.generation"
+    library = "transformers.modeling_utils"
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch

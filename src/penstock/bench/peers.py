@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from penstock.bench.samples import Document
+from penstock.document import Document
 from penstock.errors import InvalidSetting, PenstockError
 from penstock.models.files import ModelFiles, resolve
 from penstock.plan.machine import num_physical_cores

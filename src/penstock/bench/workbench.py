@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from penstock.bench.peers import Reader, ReaderSettings, peer_settings
 from penstock.bench.prompts import seeded_prompt
-from penstock.bench.samples import Document
 from penstock.config import DEFAULT_MODEL
+from penstock.document import Document
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine

@@ -117,9 +117,8 @@ def gpu(
 def _gpu(
     model: str | None, parts: str, targets: list[float], *, chunk_size: int, memory: str | None, with_profile: bool
 ) -> None:
-    from json import dumps
-
     import torch
+    from pydantic_core import to_json
 
     from penstock.bench.gpu import GpuBench, Work
     from penstock.engine.engine import Engine
@@ -152,7 +151,7 @@ def _gpu(
         if with_profile:
             measured.profile()
     facts = {"engine": "penstock", "batched": chunk_size, "device": torch.cuda.get_device_name()}
-    print("RESULT", dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}))
+    print("RESULT", to_json({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}).decode())
 
 
 @bench.command()
