@@ -20,13 +20,14 @@ DASHES = ("-", "--", ":")
 
 
 def draw(run: BenchRun, folder: Path) -> list[Path]:
-    """One PNG for each probe that has a chart."""
+    """One PNG for each probe that has a chart, and beside it what it shows, as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for result in run.probes:
         if result.name in CHARTS:
             paths.append(folder / f"{result.name}.png")
             CHARTS[result.name](result, _subtitle(run, result.name), paths[-1])
+            paths[-1].with_suffix(".json").write_text(run.model_copy(update={"probes": (result,)}).model_dump_json())
     return paths
 
 

@@ -55,6 +55,13 @@ class BenchRun(Document):
     sizes: ProbeSizes
     probes: tuple[ProbeResult, ...]
 
+    @property
+    def command(self) -> str:
+        """That measures the same."""
+        chosen = self.settings.model_dump(exclude_defaults=True)
+        flags = [f"--{name} {','.join(v) if isinstance(v, tuple) else v}" for name, v in chosen.items()]
+        return " ".join(("penstock bench", self.suite, *flags))
+
     def has_same_work(self, other: BenchRun) -> bool:
         names = ("suite", "fingerprint", "model_identity", "settings", "sizes")
         return all(getattr(self, name) == getattr(other, name) for name in names)

@@ -15,6 +15,8 @@ from penstock.config import DEFAULT_MODEL
 from penstock.document import Document
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock.engine.engine import Engine
     from penstock.request import Output
 
@@ -59,9 +61,12 @@ class ProbeSizes(Document):
 
 
 class Workbench:
-    def __init__(self, settings: BenchSettings, sizes: ProbeSizes) -> None:
+    """`trace`: where the steps of its engine are written."""
+
+    def __init__(self, settings: BenchSettings, sizes: ProbeSizes, *, trace: Path | None = None) -> None:
         self.settings = settings
         self.sizes = sizes
+        self._trace = trace
         self._stack = ExitStack()
         self._fixed_work = bytes(YARDSTICK_BYTES)
 
@@ -84,6 +89,7 @@ class Workbench:
             threads=settings.threads,
             device=settings.device,
             lane=settings.lane,
+            trace=self._trace,
         )
         self._stack.enter_context(engine)
         engine.generate(self.prompt(64, "warm"), max_tokens=4, ignore_eos=True)

@@ -66,3 +66,11 @@ def chosen_peers(peers: str, llama_python: str | None) -> tuple[str, ...]:
         os.environ[PEER_PYTHON] = llama_python
     names = [name.strip() for name in peers.split(",") if name.strip()]
     return tuple(chosen("--peers", names, PEERS)) if names else ()
+
+
+def require_trace(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    from penstock.trace.document import require_writable
+
+    return require_writable(path)

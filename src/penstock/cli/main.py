@@ -38,6 +38,7 @@ from penstock.cli.flags import (
     TopK,
     TopP,
     TraceFile,
+    require_trace,
 )
 from penstock.config import DEFAULT_MODEL, PARSERS, EngineConfig, load_config
 from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
@@ -107,7 +108,7 @@ def run(
         raise InvalidSetting("--logprobs are shown in the JSON document only. Add --json.")
     _require_images(images or [])
     parts = _text_parts(files or [], prompt)
-    trace = _require_trace(trace)
+    trace = require_trace(trace)
     from penstock.cli.reading import run_once
 
     asked = {"images": images or [], "system": system, "sampling": sampling}
@@ -158,7 +159,7 @@ def chat(
 
         document = "\n\n".join("".join(part.pieces()) for part in parts)
         raise typer.Exit(run_remote_chat(url, api_key, system=system, document=document, sampling=sampling))
-    trace = _require_trace(trace)
+    trace = require_trace(trace)
     from penstock.cli.reading import run_chat
 
     asked = {"images": images or [], "system": system, "sampling": sampling}
@@ -214,7 +215,7 @@ def serve(
         raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
 
     settings = ServerSettings(
-        trace=_require_trace(trace),
+        trace=require_trace(trace),
         model=model,
         host=host,
         port=port,
@@ -293,14 +294,6 @@ def trace(
     from penstock.cli.trace import show_trace
 
     show_trace(file, num_slowest=slowest, perfetto=perfetto, as_json=json)
-
-
-def _require_trace(path: Path | None) -> Path | None:
-    if path is None:
-        return None
-    from penstock.trace.document import require_writable
-
-    return require_writable(path)
 
 
 def _config(call: typer.Context) -> EngineConfig:

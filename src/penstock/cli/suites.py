@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.flags import Device, Dtype, Json, LaneId, LlamaPython, Peers, Threads, chosen_peers
+from penstock.cli.flags import (
+    Device,
+    Dtype,
+    Json,
+    LaneId,
+    LlamaPython,
+    Peers,
+    Threads,
+    TraceFile,
+    chosen_peers,
+    require_trace,
+)
 from penstock.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -55,6 +66,7 @@ def _add(bench: typer.Typer, suite: str, description: str) -> None:
             Path | None, typer.Option(help="Folder of the earlier runs; in the user's data folder unless given.")
         ] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw charts into this folder.")] = None,
+        trace: TraceFile = None,
         json: Json = False,
     ) -> None:
         from penstock.bench.workbench import BenchSettings
@@ -68,10 +80,12 @@ def _add(bench: typer.Typer, suite: str, description: str) -> None:
             device=device or "auto",
             lane=lane,
         )
-        raise typer.Exit(_run(suite, settings, folder=ledger, plot=plot, as_json=json))
+        raise typer.Exit(_run(suite, settings, folder=ledger, plot=plot, trace=require_trace(trace), as_json=json))
 
 
-def _run(suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path | None, as_json: bool) -> int:
+def _run(
+    suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path | None, trace: Path | None, as_json: bool
+) -> int:
     from rich.console import Console
 
     from penstock.bench.changes import BenchReport
@@ -85,7 +99,7 @@ def _run(suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path
         pyplot()  # refuses before anything is measured
     out = Console(highlight=False, stderr=as_json, width=None if sys.stdout.isatty() else 150)
     ledger = Ledger(folder)
-    with Workbench(settings, sizes_of(suite, settings.device)) as bench:
+    with Workbench(settings, sizes_of(suite, settings.device), trace=trace) as bench:
         report = BenchReport(run=run_suite(suite, bench, on_probe=lambda result: _show(out, result)), comparison=None)
         if before := ledger.last_like(report.run):
             report = compare_twice(before, report.run, bench, on_probe=lambda result: _show(out, result))
