@@ -63,6 +63,7 @@ def test_a_slowed_lane_is_flagged(settings):
 
 
 @pytest.mark.evidence
+@pytest.mark.timeout(1800)
 def test_ten_runs_of_the_same_code_are_not_flagged(settings):
     before, flagged = None, []
     for _ in range(10):
