@@ -16,6 +16,7 @@ from penstock.engine.calibration import calibrate
 from penstock.engine.engine import Engine
 from penstock.engine.profiling import kernel_times
 from penstock.request import StepPlan, StepResult, Token
+from penstock.trace.summary import percentile
 
 Report = Callable[[str, object], None]
 
@@ -160,9 +161,9 @@ class GpuBench:
                 long_id = self._submit(work.tokens(work.long_prompt, 99), 1)
         found = Mixed(
             ttft=ttft,
-            itl_quiet_p50=_quantile(quiet, 0.5),
-            itl_p50=_quantile(beside, 0.5),
-            itl_p99=_quantile(beside, 0.99),
+            itl_quiet_p50=percentile(quiet, 0.5),
+            itl_p50=percentile(beside, 0.5),
+            itl_p99=percentile(beside, 0.99),
             itl_max=max(beside),
             n=len(beside),
         )
@@ -235,7 +236,3 @@ def bytes_against_plan(
         gap = f"{planned / 2**30:.2f} GiB planned, {taken / 2**30:.2f} taken, {planned / taken - 1:+.1%}"
         report(f"bytes for {length}", gap)
     return found
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
