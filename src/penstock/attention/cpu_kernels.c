@@ -21,24 +21,6 @@
 #define LOWEST -1e20f     /* the maximum of a row that saw nothing yet */
 #define MASKED -1e30f     /* far below it, and finite: its weight is exactly 0 */
 
-struct attention {
-    const bf16 *queries;          /* [tokens, H, D] */
-    bf16 *out;                    /* the same */
-    const bf16 *keys, *values;    /* pages of this layer */
-    const int32_t *query_starts;  /* [chunks + 1] */
-    const int32_t *context_lens;  /* [chunks] */
-    const int32_t *blocks;        /* of all chunks, one after another */
-    const int32_t *block_starts;  /* [chunks + 1] */
-    const float *sinks;           /* [H], or NULL */
-    float *partials;              /* of single tokens: [penstock_num_partials] */
-    void *workspace;              /* [threads, penstock_workspace_bytes] */
-    parallel_t parallel;
-    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size;
-    int32_t window;               /* 0: none */
-    float scale, softcap;         /* softcap 0: none */
-    int32_t num_threads;
-};
-
 struct scratch {
     uint32_t queries[TILE / SUBTILE][MAX_HEAD / 2][SUBTILE]; /* pairs of dimensions, a row per lane */
     float scores[KEYS][SUBTILE];
@@ -555,21 +537,6 @@ void penstock_attend(const struct attention *a)
             for (int head = 0; head < a->num_heads; head++, partials += splits_of(a, chunk).count * partial_size(a))
                 merge_splits(a, chunk, head, partials);
 }
-
-struct heads {
-    const bf16 *first;
-    int64_t row_stride, head_stride;
-};
-
-struct store {
-    struct heads queries, keys, values;
-    bf16 *rotated;              /* [tokens, H, D] */
-    bf16 *key_pages, *value_pages;
-    const bf16 *cosines, *sines; /* [tokens, half], or NULL: nothing is rotated */
-    const int32_t *query_starts, *context_lens, *blocks, *block_starts;
-    parallel_t parallel;
-    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size, half, num_threads;
-};
 
 /* One head: pairs of dimensions `half` apart are turned, those past them copied. */
 INLINE void rotate(bf16 *to, const bf16 *from, const bf16 *cosines, const bf16 *sines, int half, int head_size)

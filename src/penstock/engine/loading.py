@@ -41,6 +41,7 @@ from penstock.lanes.lane import (
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
+from penstock.models.cpu_steps import compiled_steps
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.generic_spec import GenericSpec
@@ -257,7 +258,10 @@ def native_lane(
     max_context, _ = context_limit(config, spec.max_context)
     graphs = decode_graphs(decoder, attention, max_running=config.max_running, max_context=max_context)
     states = state_storage(spec, memory, torch_dtype, device)
-    return NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, states=states)
+    steps = compiled_steps(decoder, attention)
+    return NativeTextLane(
+        decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, steps=steps, states=states
+    )
 
 
 def state_storage(

@@ -8,6 +8,7 @@ from penstock.attention.backend import AttentionBackend, ForwardInputs
 from penstock.cache.storage import StateStorage
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import LaneFacts
+from penstock.models.cpu_steps import CompiledSteps
 from penstock.models.decoder import Decoder
 from penstock.plan.memory import ModelShape
 
@@ -21,6 +22,7 @@ class NativeTextLane:
         shape: ModelShape,
         facts: LaneFacts,
         graphs: DecodeGraphs | None = None,  # None: every step is launched kernel by kernel
+        steps: CompiledSteps | None = None,  # None: every step runs layer by layer
         states: StateStorage | None = None,  # None: the model has no recurrent state
     ) -> None:
         self.decoder = decoder
@@ -28,12 +30,15 @@ class NativeTextLane:
         self.shape = shape
         self.facts = facts
         self.graphs = graphs
+        self.steps = steps
         self.states = states
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.graphs is not None and inputs.media is None and self.graphs.fits(inputs):
             hidden_TM = self.graphs.forward(inputs)
+        elif self.steps is not None and self.steps.fits(inputs):
+            hidden_TM = self.steps.forward(inputs)
         else:
             hidden_TM = self._forward(inputs)
         if inputs.take_hidden is not None:
