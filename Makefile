@@ -36,10 +36,11 @@ bench: setup
 	$(BIN)/penstock bench scheduling-cost
 	$(BIN)/penstock bench schedule
 
-# On a quiet machine, with llama-cpp-python in .venv or in the interpreter that PENSTOCK_PEER_PYTHON names.
+# On a quiet machine, with llama-cpp-python in .venv or in the interpreter that PENSTOCK_PEER_PYTHON names. The second
+# command draws the memory of all of them over that of Penstock alone.
 charts: setup
-	$(BIN)/penstock bench full --plot docs/pictures
-	$(BIN)/penstock bench memory --peers transformers,llama.cpp --plot docs/pictures
+	$(BIN)/penstock bench full --plot docs/images
+	$(BIN)/penstock bench memory --peers transformers,llama.cpp --plot docs/images
 
 evidence: setup
 	$(BIN)/python -m pytest -m evidence

@@ -21,6 +21,8 @@ from pydantic import BaseModel
 
 import penstock
 from penstock import errors
+from penstock.bench.ledger import BenchRun
+from penstock.bench.samples import Measure, ProbeResult
 from penstock.cli.main import app
 from penstock.cli.report import PlanReport, RunReport
 from penstock.config import CONFIG_FILE, EngineConfig
@@ -28,6 +30,7 @@ from penstock.lanes.lane import LaneFacts
 from penstock.models.gguf_translation import ARCHITECTURES
 from penstock.models.spec import FAMILIES
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
+from penstock.trace.summary import percentile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +52,35 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _chart(match: re.Match[str]) -> str:
-    """The picture that `penstock bench --plot` drew under that name; none is shown before one was drawn."""
-    drawn = sorted(IMAGES.glob(f"{match[1]}.*"))
-    return f"![{match[2]}](../images/{drawn[0].name})" if drawn else ""
+    """The picture that `penstock bench --plot` drew under that name, and its figures; nothing before one was drawn."""
+    name, title = match.groups()
+    measured = IMAGES / f"{name}.json"
+    if not measured.exists():
+        return ""
+    run = BenchRun.model_validate_json(measured.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{library} {number}" for library, number in run.versions.items())
+    source = f"Drawn by `{run.command} --plot docs/images` on {run.started_at[:10]} with {versions}."
+    return f"![{title}](../images/{name}.png)\n\n{source}\n\n{_figures(run.probes[0])}"
+
+
+def _figures(result: ProbeResult) -> str:
+    """Medians along the probe's axis, or how long gaps are."""
+    if gaps := [measure for measure in result.measures if measure.quantity == "gap_s"]:
+        rows = [
+            (gap.variant, *(f"{percentile(gap.samples, share) * 1e3:,.0f} ms" for share in (0.5, 0.99, 1.0)))
+            for gap in gaps
+        ]
+        return _table(("gaps", "median", "99 of 100 are shorter", "longest"), rows)
+    places = sorted({measure.x or 0 for measure in result.measures})
+    rows = []
+    for variant, quantity in dict.fromkeys((m.variant, m.quantity) for m in result.measures):
+        amounts = {m.x or 0: _amount(m) for m in result.series(variant, quantity)}
+        rows.append((f"{variant}, {quantity.split('_')[0]}", *(amounts.get(place, "") for place in places)))
+    return _table((result.axis or "", *(f"{place:,}" if place else "whole" for place in places)), rows)
+
+
+def _amount(measure: Measure) -> str:
+    return f"{measure.median / 1e6:,.0f} MB" if measure.unit == "bytes" else f"{measure.median:,.2f} s"
 
 
 def commands() -> str:

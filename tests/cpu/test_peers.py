@@ -1,11 +1,12 @@
 """Readers in processes of their own: the same question to each, and the same answer from those with equal weights."""
 
 import subprocess
+import sys
 
 import pytest
 from tiny_models import prompt
 
-from penstock.bench.peers import PeerFailed, Reader, interpreter, own_settings, peer_settings
+from penstock.bench.peers import PYTHON_VARIABLE, PeerFailed, Reader, ReaderSettings, interpreter, peer_settings
 from penstock.config import DEFAULT_MODEL
 from penstock.engine.loading import load_tokenizer
 from penstock.errors import InvalidSetting
@@ -15,8 +16,8 @@ from penstock.models.files import resolve
 @pytest.fixture(scope="module")
 def readings(tiny):
     folder = str(tiny("llama")[0])
-    own = own_settings("penstock", folder, context=400, chunk_size=7, dtype="float32", threads=1)
-    peers = peer_settings(["transformers"], folder, context=400, dtype="float32", threads=1)
+    own = ReaderSettings(name="penstock", model=folder, context=400, chunk_size=7, dtype="float32", threads=1)
+    peers = peer_settings(["transformers"], folder, context=400, dtypes=["float32"], threads=1)
     found = {}
     for settings in (own, *peers):
         with Reader(settings) as reader:
@@ -25,7 +26,7 @@ def readings(tiny):
 
 
 def test_readers_with_equal_weights_write_equal_tokens(readings):
-    assert set(readings) == {"penstock", "transformers, whole", "transformers, chunks of 512"}
+    assert set(readings) == {"penstock", "transformers float32, whole", "transformers float32, chunks of 512"}
     written = {tuple(reading.token_ids for reading in of_two) for _, of_two in readings.values()}
     assert len(written) == 1
     assert all(len(tokens) == 6 for tokens in written.pop())
@@ -33,7 +34,7 @@ def test_readers_with_equal_weights_write_equal_tokens(readings):
 
 def test_times_and_peaks_are_those_of_the_process(readings):
     for loaded, of_two in readings.values():
-        assert 0 < loaded.loaded_bytes <= loaded.load_peak_bytes
+        assert 0 < loaded.library_bytes <= loaded.loaded_bytes <= loaded.load_peak_bytes
         for reading in of_two:
             assert 0 < reading.read_s < 60
             assert reading.written_tokens_per_s > 0
@@ -42,12 +43,26 @@ def test_times_and_peaks_are_those_of_the_process(readings):
 
 def test_a_reader_that_cannot_begin_says_why(tmp_path):
     with pytest.raises(PeerFailed, match=r"penstock failed: .*config\.json"):
-        Reader(own_settings("penstock", str(tmp_path), context=64, chunk_size=None))
+        Reader(ReaderSettings(name="penstock", model=str(tmp_path)))
+
+
+def test_only_penstock_writes_many_answers_together_and_scores_a_text(tiny):
+    with Reader(ReaderSettings(name="penstock", model=str(tiny("llama")[0]), threads=1)) as reader:
+        assert len(reader.read(prompt(64), 2, chunk_size=16).token_ids) == 2
+        assert 0 < reader.write_together([prompt(n) for n in (30, 31, 32)], 4) < 60
+        losses = reader.losses("w3 w4 w5 w6 w7 w8", 6)
+    assert len(losses) == 5
+    assert sum(losses) / 5 > 0.1
+
+
+def test_a_peer_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    settings = ReaderSettings(name="llama.cpp bfloat16", reader="llama.cpp", model="m", context=64)
+    with pytest.raises(PeerFailed, match=r"llama_cpp is not installed .* --llama-python"):
+        Reader(settings)
 
 
 def test_what_a_peer_cannot_do_is_refused(tiny):
-    with pytest.raises(InvalidSetting, match="'vllm'"):
-        peer_settings(["vllm"], "smollm2", context=64)
     with pytest.raises(InvalidSetting, match="GGUF"):
         peer_settings(["llama.cpp"], str(tiny("llama")[0]), context=64)
 
@@ -63,7 +78,7 @@ def test_all_peers_answer_the_same_question_alike():
     question = backend.encode(
         "Rome is the capital of Italy. Berlin is the capital of Germany. Paris is the capital of"
     ).ids
-    own = own_settings("penstock", DEFAULT_MODEL, context=256, chunk_size=8)
+    own = ReaderSettings(name="penstock", model=DEFAULT_MODEL, context=256, chunk_size=8)
     answers = {}
     for settings in (own, *peer_settings(["transformers", "llama.cpp"], DEFAULT_MODEL, context=256)):
         with Reader(settings) as reader:

@@ -10,10 +10,11 @@ from penstock.bench.charts import CHARTS, draw
 from penstock.bench.ledger import BenchRun, Fingerprint
 from penstock.bench.probes import PROBES
 from penstock.bench.samples import Measure, ProbeResult
-from penstock.bench.suites import QUICK, compare_twice, run_suite, suite_names
+from penstock.bench.suites import FULL, QUICK, compare_twice, run_suite, suite_names
 from penstock.bench.workbench import BenchSettings, Workbench
 from penstock.cli.main import app
 from penstock.cli.suites import SUITES
+from penstock.trace.document import Trace
 
 SIZES = QUICK.model_copy(
     update={
@@ -81,15 +82,17 @@ def test_the_command_keeps_and_compares_runs(settings, tmp_path):
     arguments = ["bench", "warm-ttft", "--model", settings.model, "--threads", "1", "--dtype", "float32", "--json"]
     reports = []
     for _ in range(2):
-        shown = CliRunner().invoke(app, [*arguments, "--ledger", str(tmp_path)], catch_exceptions=False)
+        places = ["--ledger", str(tmp_path / "ledger"), "--trace", str(tmp_path / "trace.json")]
+        shown = CliRunner().invoke(app, [*arguments, *places], catch_exceptions=False)
         assert shown.exit_code in (0, 1), shown.output
         reports.append(json.loads(shown.stdout))
     first, second = reports
     assert first["comparison"] is None
     assert second["comparison"]["before"] == first["run"]["started_at"]
     assert [change["quantity"] for change in second["comparison"]["changes"]] == ["ttft_s"]
-    (ledger,) = tmp_path.iterdir()
+    (ledger,) = (tmp_path / "ledger").iterdir()
     assert [json.loads(line) for line in ledger.read_text().splitlines()] == [first["run"], second["run"]]
+    assert len(Trace.read(tmp_path / "trace.json").requests) == 3 * FULL.repeats + 2  # a warm engine and a warm prompt
 
 
 def test_an_unknown_peer_is_refused_before_anything_is_measured(tmp_path):
@@ -134,12 +137,21 @@ def test_charts_begin_at_zero(name, tmp_path, monkeypatch):
 
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
-    (path,) = draw(run_of(name), tmp_path)
+    run = run_of(name)
+    (path,) = draw(run, tmp_path)
+    assert BenchRun.model_validate_json(path.with_suffix(".json").read_text()) == run
     assert path.read_bytes().startswith(b"\x89PNG")
     for axis in figures[0].axes:
         assert axis.get_ylabel() or name == "concurrency"
         is_amount_below = name == "concurrency"
         assert (axis.get_xlim() if is_amount_below else axis.get_ylim())[0] == 0
+
+
+def test_a_run_says_by_which_command_it_is_measured_again():
+    assert run_of("memory").command == "penstock bench memory"
+    settings = BenchSettings(peers=("transformers", "llama.cpp"), threads=2)
+    again = run_of("memory").model_copy(update={"settings": settings})
+    assert again.command == "penstock bench memory --peers transformers,llama.cpp --threads 2"
 
 
 def test_every_chart_belongs_to_a_probe():

@@ -10,7 +10,7 @@ import pytest
 import penstock
 
 ROOT = Path(penstock.__file__).parent
-BASE = {"request", "config", "errors"}
+BASE = {"request", "config", "document", "errors"}
 # What each room may import, besides itself and the base.
 ALLOWED = {
     "prompt": set(),
@@ -57,7 +57,7 @@ NO_TORCH += [
     "errors.py",
 ]
 # Where torch and transformers are imported by the function that needs them.
-MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py", "bench/cpu_peers.py"}
+MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py", "bench/cpu.py"}
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:

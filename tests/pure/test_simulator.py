@@ -6,10 +6,11 @@ import pytest
 from penstock.bench.costs import MACHINES
 from penstock.bench.report import TARGETS_S, Summary, check_all, check_lone_question
 from penstock.bench.scheduling_cost import measure
-from penstock.bench.simulate import calibrated_cost, percentile, simulate
+from penstock.bench.simulate import calibrated_cost, simulate
 from penstock.bench.workloads import SCENARIOS, SIZES, Arrival, Trace, beside, day
 from penstock.config import PrefillPriority
 from penstock.schedule.budget import StepLoad
+from penstock.trace.summary import percentile
 
 H200 = MACHINES["h200"]
 SMALL = replace(SIZES["h200"], prompt=16_384, document=65_536, day_requests=150, day_s=60.0, num_decoded=512)

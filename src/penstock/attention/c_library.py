@@ -64,11 +64,6 @@ def _found() -> Found:
     return Found(library=library, reason=f"compiled by {compiler}, AVX-512 with bfloat16")
 
 
-def can_compile() -> bool:
-    """Whether kernels may be expected, without compiling them."""
-    return platform.system() == "Linux" and platform.machine() == "x86_64" and _compiler() is not None
-
-
 def _compiler() -> str | None:
     asked = os.environ.get("CC")
     return next((path for name in (asked, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)

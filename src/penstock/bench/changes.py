@@ -15,7 +15,8 @@ from statistics import median
 from typing import Literal
 
 from penstock.bench.ledger import BenchRun
-from penstock.bench.samples import Document, Measure, ProbeResult, Unit
+from penstock.bench.samples import Measure, ProbeResult, Unit
+from penstock.document import Document
 
 # Under these shares nothing is a change. The libraries' own pages are resident or not, as the system likes.
 FLOORS: dict[Unit, float] = {"s": 0.10, "bytes": 0.15, "tokens": 0.01}

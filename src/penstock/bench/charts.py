@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.bench.ledger import BenchRun
 from penstock.bench.plot import pyplot
 from penstock.bench.samples import ProbeResult
+from penstock.trace.summary import percentile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,13 +20,14 @@ DASHES = ("-", "--", ":")
 
 
 def draw(run: BenchRun, folder: Path) -> list[Path]:
-    """One PNG for each probe that has a chart."""
+    """One PNG for each probe that has a chart, and beside it what it shows, as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for result in run.probes:
         if result.name in CHARTS:
             paths.append(folder / f"{result.name}.png")
             CHARTS[result.name](result, _subtitle(run, result.name), paths[-1])
+            paths[-1].with_suffix(".json").write_text(run.model_copy(update={"probes": (result,)}).model_dump_json())
     return paths
 
 
@@ -106,7 +108,7 @@ def gaps_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     height = 0.25
     marks: tuple[tuple[str, float], ...] = (("median gap", 0.5), ("99 of 100 are shorter", 0.99), ("longest", 1.0))
     for row, (name, share) in enumerate(marks):
-        values = [_quantile(result.measure(variant, "gap_s").samples, share) * 1e3 for variant in variants]
+        values = [percentile(result.measure(variant, "gap_s").samples, share) * 1e3 for variant in variants]
         places = [index + (row - 1) * height for index in range(len(variants))]
         axis.barh(places, values, height=height * 0.9, color=COLORS[row], label=name)
         for place, value in zip(places, values, strict=True):
@@ -185,8 +187,3 @@ def _far_apart(ticks: Sequence[int]) -> list[int]:
         if not kept or kept[-1] - tick >= max(ticks) / 10:
             kept.append(tick)
     return kept
-
-
-def _quantile(samples: Sequence[float], share: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from penstock.bench.cpu_peers import Peer, own_peer
+from penstock.bench.peers import AS_STORED, Reader, ReaderSettings, peer_settings
+from penstock.bench.prompts import seeded_prompt
+from penstock.document import Document
 from penstock.models.files import resolve
 from penstock.plan.machine import num_physical_cores
 
 PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3")
-PEERS = ("transformers", "llama.cpp")
 NUM_WRITTEN = 32
 CHUNK_SIZES = (256, 512, 1024, 2048)
 OURS: dict[str, dict[str, Any]] = {"penstock bfloat16": {"dtype": "bfloat16"}, "penstock packed": {}}
-THEIRS = {"transformers bfloat16": "bfloat16", "transformers float32": "float32"}
-LLAMA_WEIGHTS = ("bf16", "q8_0", "as stored")
+THEIRS: dict[str, Any] = {
+    "dtypes": ("bfloat16", "float32"),
+    "chunk_sizes": (0,),
+    "formats": ("bfloat16", "q8_0", AS_STORED),
+}
 FORMATS: dict[str, dict[str, Any]] = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}}
 FORMATS |= {name: {"quantize": name} for name in ("keep", "int8", "int4")}
 QWEN3: dict[str, Any] = {
@@ -49,7 +51,7 @@ QWEN3: dict[str, Any] = {
 }
 
 
-class Row(BaseModel):
+class Row(Document):
     part: str
     what: str
     who: str
@@ -57,25 +59,25 @@ class Row(BaseModel):
     samples: list[float]
 
 
-class MemoryRow(BaseModel):
+class MemoryRow(Document):
     who: str
     base_bytes: int
     peak_bytes: int
 
 
-class QualityRow(BaseModel):
+class QualityRow(Document):
     weights: str
     perplexity: float
     mean_error: float  # of a token's log-probability, against float32
     largest_error: float
 
 
-class Limits(BaseModel):
+class Limits(Document):
     product_gflops: float
     read_gb_per_s: float
 
 
-class CpuReport(BaseModel):
+class CpuReport(Document):
     model: str
     threads: int
     repeats: int
@@ -83,7 +85,7 @@ class CpuReport(BaseModel):
     rows: list[Row]
     memory: list[MemoryRow]
     quality: list[QualityRow]
-    text_sha256: str = ""
+    text_sha256: str  # of what the quality is measured on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +95,21 @@ class CpuSettings:
     peers: tuple[str, ...]
     repeats: int
     threads: int
-    llama_python: str
     lengths: tuple[int, ...]
     say: Callable[[str], None] = field(repr=False)
 
+    def own(self, context: int | None = None) -> list[ReaderSettings]:
+        shared: dict[str, Any] = {"model": self.model, "threads": self.threads, "context": context}
+        return [ReaderSettings(name=name, **shared, **more) for name, more in OURS.items()]
+
+    def readers(self, context: int) -> list[ReaderSettings]:
+        theirs = peer_settings(self.peers, self.model, context=context, threads=self.threads, **THEIRS)
+        return [*self.own(context), *theirs]
+
 
 def measure_cpu(settings: CpuSettings) -> CpuReport:
-    with _together(partial(own_peer, "machine", "machine")) as (machine,):
-        limits = Limits(**machine.ask("limits", threads=settings.threads))
+    with _fresh_process() as process:
+        limits = process.submit(limits_of_processor, settings.threads).result()
     report = CpuReport(
         model=settings.model,
         threads=settings.threads,
@@ -109,48 +118,71 @@ def measure_cpu(settings: CpuSettings) -> CpuReport:
         rows=[],
         memory=[],
         quality=[],
+        text_sha256=hashlib.sha256(_text().encode()).hexdigest(),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        for part in settings.parts:
-            settings.say(f"{part} ...")
-            MEASURES[part](settings, Path(folder), report)
+    for part in settings.parts:
+        settings.say(f"{part} ...")
+        MEASURES[part](settings, report)
     return report
 
 
+def _fresh_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def limits_of_processor(threads: int) -> Limits:
+    """The best of some tries: a product of many bfloat16 rows, and one sum over memory."""
+    import torch
+
+    torch.set_num_threads(threads)
+    one, two, memory = torch.randn(1024, 1024), torch.randn(4096, 1024), torch.ones(64 * 2**20)
+    one, two = one.bfloat16(), two.bfloat16()
+    product = min(_seconds(lambda: one @ two.T) for _ in range(8))
+    reading = min(_seconds(memory.sum) for _ in range(8))
+    flops = 2 * one.numel() * two.shape[0]
+    return Limits(product_gflops=flops / product / 1e9, read_gb_per_s=memory.nbytes / reading / 1e9)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def make_random_model(config: dict[str, Any], folder: str) -> None:
+    """A folder with a config, random weights in bfloat16, and a tokenizer that knows one word."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    shape = transformers.AutoConfig.for_model(**config)
+    transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(f"{folder}/tokenizer.json")
+
+
 @contextmanager
-def _together(*makers: Callable[[], Peer]) -> Generator[list[Peer]]:
-    peers: list[Peer] = []
-    try:
-        peers.extend(make() for make in makers)
-        yield peers
-    finally:
-        for peer in peers:
-            peer.close()
+def _together(readers: list[ReaderSettings]) -> Generator[list[Reader]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Reader(settings)) for settings in readers]
 
 
-def _makers(settings: CpuSettings, folder: Path, context: int) -> list[Callable[[], Peer]]:
-    shared: dict[str, Any] = {"model": settings.model, "threads": settings.threads}
-    makers: list[Callable[[], Peer]] = []
-    makers += [partial(own_peer, "penstock", name, context=context, **shared, **more) for name, more in OURS.items()]
-    if "transformers" in settings.peers:
-        makers += [partial(own_peer, "transformers", name, dtype=dtype, **shared) for name, dtype in THEIRS.items()]
-    if "llama.cpp" in settings.peers:
-        makers += [partial(llama_peer, settings, folder, weights, context) for weights in LLAMA_WEIGHTS]
-    return makers
+def _prompt(reader: Reader, length: int, seed: int) -> list[int]:
+    return seeded_prompt(reader.settings.model, length, seed)
 
 
-def llama_peer(settings: CpuSettings, folder: Path, weights: str, context: int) -> Peer:
-    gguf = resolve(settings.model).gguf
-    assert gguf is not None, "llama.cpp reads GGUF files"
-    asked: dict[str, Any] = {"gguf": str(gguf), "folder": str(folder), "weights": weights}
-    asked |= {"threads": settings.threads, "context": context}
-    script = Path(__file__).with_name("llama_peer.py")
-    return Peer(f"llama.cpp {weights}", [settings.llama_python, str(script), json.dumps(asked)])
+def _reads(reader: Reader, length: int, **options: Any) -> Callable[[int], float]:
+    return lambda seed: reader.read(_prompt(reader, length, seed), **options).read_s
 
 
-def _asking(peer: Peer, what: str, **arguments: Any) -> Callable[[int], float]:
+def _writes(reader: Reader, context: int) -> Callable[[int], float]:
+    return lambda seed: reader.read(_prompt(reader, context, seed), NUM_WRITTEN + 1).write_s
+
+
+def _writes_together(reader: Reader, context: int, num_streams: int) -> Callable[[int], float]:
     def ask(seed: int) -> float:
-        return peer.ask(what, seed=seed, **arguments)
+        prompts = [_prompt(reader, context, seed * num_streams + stream) for stream in range(num_streams)]
+        return reader.write_together(prompts, NUM_WRITTEN)
 
     return ask
 
@@ -170,71 +202,70 @@ def _in_turns(
         for name, found in samples.items()
     ]
     for row in rows:
-        settings.say(f"{part:<8} {what:<12} {row.who:<26} {row.tokens_per_s:>8.1f} tok/s")
+        settings.say(f"{part:<8} {what:<12} {row.who:<28} {row.tokens_per_s:>8.1f} tok/s")
     return rows
 
 
-def _reading(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
-    with _together(*_makers(settings, folder, max(settings.lengths) + 64)) as peers:
+def _reading(settings: CpuSettings, report: CpuReport) -> None:
+    with _together(settings.readers(max(settings.lengths) + 64)) as readers:
         for length in settings.lengths:
-            asks = {peer.name: _asking(peer, "read", num_tokens=length) for peer in peers}
-            report.rows += _in_turns(settings, "reading", f"{length} tokens", length, asks)
+            asks = {reader.settings.name: _reads(reader, length) for reader in readers}
+            report.rows.extend(_in_turns(settings, "reading", f"{length} tokens", length, asks))
 
 
-def _chunks(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
+def _chunks(settings: CpuSettings, report: CpuReport) -> None:
     length = min(8192, max(settings.lengths))
-    with _together(*_makers(settings, folder, length + 64)[: len(OURS)]) as peers:
+    with _together(settings.own(length + 64)) as readers:
         asks = {
-            f"{peer.name}, chunk {size}": _asking(peer, "read", num_tokens=length, chunk_size=size)
-            for peer in peers
+            f"{reader.settings.name}, chunk {size}": _reads(reader, length, chunk_size=size)
+            for reader in readers
             for size in CHUNK_SIZES
         }
-        report.rows += _in_turns(settings, "chunks", f"{length} tokens", length, asks)
+        report.rows.extend(_in_turns(settings, "chunks", f"{length} tokens", length, asks))
 
 
-def _writing(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
+def _writing(settings: CpuSettings, report: CpuReport) -> None:
     contexts = [length for length in settings.lengths if length <= 8192]
-    with _together(*_makers(settings, folder, max(contexts) + 512)) as peers:
+    with _together(settings.readers(max(contexts) + 512)) as readers:
         for context in contexts:
-            asks = {p.name: _asking(p, "write", context=context, num_tokens=NUM_WRITTEN) for p in peers}
-            report.rows += _in_turns(settings, "writing", f"at {context}", NUM_WRITTEN, asks)
+            asks = {reader.settings.name: _writes(reader, context) for reader in readers}
+            report.rows.extend(_in_turns(settings, "writing", f"at {context}", NUM_WRITTEN, asks))
 
 
-def _streams(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
-    with _together(*_makers(settings, folder, 2048)[: len(OURS)]) as peers:
+def _streams(settings: CpuSettings, report: CpuReport) -> None:
+    with _together(settings.own(2048)) as readers:
         for num_streams in (1, 8):
-            work = {"context": 1024, "num_tokens": NUM_WRITTEN, "num_streams": num_streams}
-            asks = {peer.name: _asking(peer, "write", **work) for peer in peers}
+            asks = {reader.settings.name: _writes_together(reader, 1024, num_streams) for reader in readers}
             what, count = f"{num_streams} at 1024", NUM_WRITTEN * num_streams
-            report.rows += _in_turns(settings, "streams", what, count, asks)
+            report.rows.extend(_in_turns(settings, "streams", what, count, asks))
 
 
-def _memory(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
+def _memory(settings: CpuSettings, report: CpuReport) -> None:
     """One process after another, each with a prompt of 8,192 tokens."""
     length = min(8192, max(settings.lengths))
-    for maker in _makers(settings, folder, length + 64):
-        with _together(maker) as (peer,):
-            peer.ask("read", num_tokens=length, seed=0)
-            base, peak = peer.ask("memory")
-            report.memory.append(MemoryRow(who=peer.name, base_bytes=base, peak_bytes=peak))
-            settings.say(
-                f"memory   {length} tokens {peer.name:<26} {peak / 1e6:>8.0f} MB, {base / 1e6:.0f} of it libraries"
-            )
+    for one in settings.readers(length + 64):
+        with Reader(one) as reader:
+            loaded, reading = reader.loaded, reader.read(_prompt(reader, length, 0))
+        base, peak = loaded.library_bytes, max(loaded.load_peak_bytes, reading.peak_bytes)
+        report.memory.append(MemoryRow(who=one.name, base_bytes=base, peak_bytes=peak))
+        settings.say(f"memory   {length} tokens {one.name:<28} {peak / 1e6:>8.0f} MB, {base / 1e6:.0f} of it libraries")
 
 
-def _quality(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
-    """Perplexity of a text that every Python has, and how far a token's log-probability is from float32's."""
+def _text() -> str:
+    """Prose that every Python has."""
     from pydoc_data.topics import topics
 
-    text = topics["class"] + topics["import"]
-    report.text_sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return topics["class"] + topics["import"]
+
+
+def _quality(settings: CpuSettings, report: CpuReport) -> None:
+    """Perplexity of a text, and how far a token's log-probability is from float32's."""
     exact: list[float] = []
     for weights, more in FORMATS.items():
         if weights == "keep" and resolve(settings.model).gguf is None:
             continue
-        asked = {"model": settings.model, "threads": settings.threads, **more}
-        with _together(partial(own_peer, "penstock", weights, **asked)) as (peer,):
-            losses = peer.ask("losses", text=text, num_tokens=1024)
+        with Reader(ReaderSettings(name=weights, model=settings.model, threads=settings.threads, **more)) as reader:
+            losses = reader.losses(_text(), 1024)
         exact = exact or losses
         errors = [abs(one - other) for one, other in zip(losses, exact, strict=True)]
         row = QualityRow(
@@ -250,23 +281,23 @@ def _quality(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
         )
 
 
-def _qwen3(settings: CpuSettings, folder: Path, report: CpuReport) -> None:
+def _qwen3(settings: CpuSettings, report: CpuReport) -> None:
     """A larger shape with random weights."""
-    made = folder / "qwen3"
-    with _together(partial(own_peer, "machine", "machine")) as (machine,):
-        machine.ask("make_random_model", config=QWEN3, folder=str(made))
-    shared: dict[str, Any] = {"model": str(made), "dtype": "bfloat16", "threads": settings.threads}
-    kinds = ["penstock", *[kind for kind in settings.peers if kind == "transformers"]]
-    makers = [partial(own_peer, kind, f"{kind} bfloat16", **shared) for kind in kinds]
-    with _together(*makers) as peers:
-        for length in (2048, 8192):
-            asks = {peer.name: _asking(peer, "read", num_tokens=length) for peer in peers}
-            report.rows += _in_turns(settings, "qwen3", f"read {length}", length, asks)
-        asks = {p.name: _asking(p, "write", context=2048, num_tokens=NUM_WRITTEN) for p in peers}
-        report.rows += _in_turns(settings, "qwen3", "write at 2048", NUM_WRITTEN, asks)
+    with tempfile.TemporaryDirectory() as folder:
+        with _fresh_process() as process:
+            process.submit(make_random_model, QWEN3, folder).result()
+        own = ReaderSettings(name="penstock bfloat16", model=folder, dtype="bfloat16", threads=settings.threads)
+        peers = [peer for peer in settings.peers if peer == "transformers"]
+        theirs = peer_settings(peers, folder, context=8192 + 64, threads=settings.threads, chunk_sizes=(0,))
+        with _together([own, *theirs]) as readers:
+            for length in (2048, 8192):
+                asks = {reader.settings.name: _reads(reader, length) for reader in readers}
+                report.rows.extend(_in_turns(settings, "qwen3", f"read {length}", length, asks))
+            asks = {reader.settings.name: _writes(reader, 2048) for reader in readers}
+            report.rows.extend(_in_turns(settings, "qwen3", "write at 2048", NUM_WRITTEN, asks))
 
 
-MEASURES: dict[str, Callable[[CpuSettings, Path, CpuReport], None]] = {
+MEASURES: dict[str, Callable[[CpuSettings, CpuReport], None]] = {
     "reading": _reading,
     "chunks": _chunks,
     "writing": _writing,
@@ -282,10 +313,9 @@ def default_settings(**chosen: Any) -> CpuSettings:
     usual: dict[str, Any] = {
         "model": "smollm2",
         "parts": PARTS,
-        "peers": PEERS,
+        "peers": (),
         "repeats": 3,
         "threads": num_physical_cores(),
-        "llama_python": sys.executable,
         "lengths": (2048, 8192, 16_384),
         "say": lambda line: print(line, file=sys.stderr, flush=True),
     }

@@ -16,6 +16,7 @@ from penstock.engine.calibration import calibrate
 from penstock.engine.engine import Engine
 from penstock.engine.profiling import kernel_times
 from penstock.request import StepPlan, StepResult, Token
+from penstock.trace.summary import percentile
 
 Report = Callable[[str, object], None]
 
@@ -160,9 +161,9 @@ class GpuBench:
                 long_id = self._submit(work.tokens(work.long_prompt, 99), 1)
         found = Mixed(
             ttft=ttft,
-            itl_quiet_p50=_quantile(quiet, 0.5),
-            itl_p50=_quantile(beside, 0.5),
-            itl_p99=_quantile(beside, 0.99),
+            itl_quiet_p50=percentile(quiet, 0.5),
+            itl_p50=percentile(beside, 0.5),
+            itl_p99=percentile(beside, 0.99),
             itl_max=max(beside),
             n=len(beside),
         )
@@ -217,7 +218,3 @@ class GpuBench:
 
     def _submit(self, prompt: Sequence[int], num_tokens: int) -> int:
         return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]

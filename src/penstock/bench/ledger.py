@@ -10,8 +10,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from penstock.bench.samples import Document, ProbeResult
+from penstock.bench.samples import ProbeResult
 from penstock.bench.workbench import BenchSettings, ProbeSizes
+from penstock.document import Document
 from penstock.errors import InvalidSetting
 from penstock.plan.machine import num_physical_cores
 
@@ -53,6 +54,13 @@ class BenchRun(Document):
     settings: BenchSettings
     sizes: ProbeSizes
     probes: tuple[ProbeResult, ...]
+
+    @property
+    def command(self) -> str:
+        """That measures the same."""
+        chosen = self.settings.model_dump(exclude_defaults=True)
+        flags = [f"--{name} {','.join(v) if isinstance(v, tuple) else v}" for name, v in chosen.items()]
+        return " ".join(("penstock bench", self.suite, *flags))
 
     def has_same_work(self, other: BenchRun) -> bool:
         names = ("suite", "fingerprint", "model_identity", "settings", "sizes")

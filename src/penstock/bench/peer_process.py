@@ -10,66 +10,122 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 KIB = 1024
 LLAMA_CPP_BATCH = 2048  # tokens of one call
 LLAMA_CPP_UBATCH = 512  # tokens computed at once; its default, and the fastest on two cores
 
-# A prompt and how many tokens to write -> each token and when it was there.
-Write = Callable[[Sequence[int], int], Iterable[tuple[int, float]]]
+
+class Adapter(ABC):
+    """Each of its public methods may be asked for by name."""
+
+    library: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, settings: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def written(self, prompt: Sequence[int], num_tokens: int) -> Iterable[tuple[int, float]]:
+        """Each token and when it was there."""
+
+    def read(self, prompt: list[int], num_tokens: int, **options: Any) -> dict[str, Any]:
+        _forget_peak()
+        started = time.perf_counter()
+        written = list(self.written(prompt, num_tokens, **options))
+        return {
+            "read_s": written[0][1] - started,
+            "write_s": written[-1][1] - written[0][1],
+            "peak_bytes": _peak_bytes(),
+            "token_ids": [token for token, _ in written],
+        }
 
 
-def penstock(settings: dict[str, Any]) -> Write:
-    from penstock.engine.engine import Engine
-    from penstock.request import Token
+class Penstock(Adapter):
+    library = "penstock.engine.engine"  # before torch, whose threads it tells how to wait
 
-    names = ("dtype", "threads", "context", "chunk_size", "device", "lane")
-    given = {name: settings[name] for name in names if settings.get(name) is not None}
-    engine = Engine.load(settings["model"], prefix_cache=False, **given)
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from penstock.engine.engine import Engine
 
-    def write(prompt: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
-        for event in engine.stream(list(prompt), max_tokens=num_tokens, ignore_eos=True):
+        names = ("dtype", "quantize", "threads", "context", "chunk_size", "device", "lane")
+        given = {name: settings[name] for name in names if settings[name] is not None}
+        self._engine = Engine.load(settings["model"], prefix_cache=False, **given)
+
+    def written(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> Iterator[tuple[int, float]]:
+        from penstock.request import Token
+
+        for event in self._engine.stream(list(prompt), max_tokens=num_tokens, ignore_eos=True, **options):
             if isinstance(event, Token):
                 yield event.token_id, time.perf_counter()
 
-    return write
+    def write_together(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Seconds for `num_tokens` of each stream, after all prompts were read."""
+        from penstock.request import Token
+
+        engine, begun = self._engine, set()
+        for prompt in prompts:
+            engine.submit(prompt, max_tokens=num_tokens + 256, ignore_eos=True)
+        while len(begun) < len(prompts):
+            begun |= {event.request_id for event in engine.step() if isinstance(event, Token)}
+        began, num_written = time.perf_counter(), 0
+        while num_written < num_tokens * len(prompts):
+            num_written += sum(isinstance(event, Token) for event in engine.step())
+        seconds = time.perf_counter() - began
+        for request_id in begun:
+            engine.abort(request_id)
+        while engine.scheduler.has_work:
+            engine.step()
+        return seconds
+
+    def losses(self, text: str, num_tokens: int) -> list[float]:
+        """Of each token of a text, given those before it, in nats. Chunks are so small that codes stay codes."""
+        tokens = self._engine.tokenizer.encode(text, add_special_tokens=True)[:num_tokens]
+        found = self._engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=32).prompt_logprobs
+        return [-entry.logprob for entry in found or () if entry is not None]
 
 
-def transformers(settings: dict[str, Any]) -> Write:
+class Transformers(Adapter):
     """`generate` as users call it: SDPA, its own cache, and its own way to chunk where a chunk size is given."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(settings["threads"])
-    dtype = getattr(torch, settings["dtype"])
-    model: Any = AutoModelForCausalLM.from_pretrained(settings["files"], dtype=dtype, local_files_only=True)
-    model = model.to(settings.get("device") or "cpu").eval()
-    model.generation_config.eos_token_id = None
-    chunking = {"prefill_chunk_size": settings["chunk_size"]} if settings.get("chunk_size") else {}
+    library = "transformers.modeling_utils"
 
-    def write(prompt: Sequence[int], num_tokens: int) -> list[tuple[int, float]]:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        torch.set_num_threads(settings["threads"])
+        dtype = getattr(torch, settings["dtype"])
+        model: Any = AutoModelForCausalLM.from_pretrained(settings["files"], dtype=dtype, local_files_only=True)
+        device = settings["device"]
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = model.to(device).eval()
+        self._model.generation_config.eos_token_id = None
+        self._chunking = {"prefill_chunk_size": settings["chunk_size"]} if settings["chunk_size"] else {}
+
+    def written(self, prompt: Sequence[int], num_tokens: int) -> list[tuple[int, float]]:
+        import torch
+
         clock = _Clock()
-        ids = torch.tensor([list(prompt)], device=model.device)
+        ids = torch.tensor([list(prompt)], device=self._model.device)
         with torch.inference_mode():
-            model.generate(
+            self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=num_tokens,
                 do_sample=False,
                 streamer=clock,
-                **chunking,
+                **self._chunking,
             )
         return clock.tokens
-
-    return write
 
 
 class _Clock:
@@ -88,43 +144,44 @@ class _Clock:
         pass
 
 
-def llama_cpp(settings: dict[str, Any]) -> Write:
+class LlamaCpp(Adapter):
     """Its C interface, greedy, with flash attention and a 16-bit cache: no sampler and no copy of logits in between."""
-    library: Any = import_module("llama_cpp")
-    import numpy as np
 
-    quiet = _silence_llama_cpp(library)
-    model = library.llama_model_load_from_file(settings["files"].encode(), library.llama_model_default_params())
-    if not model:
-        raise SystemExit(f"llama.cpp cannot read {settings['files']}.")
-    params = library.llama_context_default_params()
-    params.n_ctx = settings["context"]
-    params.n_batch, params.n_ubatch = LLAMA_CPP_BATCH, settings.get("chunk_size") or LLAMA_CPP_UBATCH
-    params.n_threads = params.n_threads_batch = settings["threads"]
-    params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    context = library.llama_init_from_model(model, params)
-    if not context:
-        raise SystemExit(f"llama.cpp cannot make a context of {settings['context']} tokens.")
-    num_vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    library = "llama_cpp"
 
-    def read(tokens: Sequence[int]) -> int:
-        for start in range(0, len(tokens), LLAMA_CPP_BATCH):
-            part = tokens[start : start + LLAMA_CPP_BATCH]
-            array = (library.llama_token * len(part))(*part)
-            if code := library.llama_decode(context, library.llama_batch_get_one(array, len(part))):
-                raise SystemExit(f"llama_decode gave {code}; the context holds {settings['context']} tokens.")
-        logits = library.llama_get_logits_ith(context, -1)
-        return int(np.ctypeslib.as_array(logits, shape=(num_vocabulary,)).argmax())
+    def __init__(self, settings: dict[str, Any]) -> None:
+        library: Any = import_module(self.library)
+        self._library, self._quiet = library, _silenced(library)
+        model = library.llama_model_load_from_file(settings["files"].encode(), library.llama_model_default_params())
+        if not model:
+            raise SystemExit(f"llama.cpp cannot read {settings['files']}.")
+        params = library.llama_context_default_params()
+        params.n_ctx = settings["context"]
+        params.n_batch, params.n_ubatch = LLAMA_CPP_BATCH, settings["chunk_size"] or LLAMA_CPP_UBATCH
+        params.n_threads = params.n_threads_batch = settings["threads"]
+        params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        self._context = library.llama_init_from_model(model, params)
+        if not self._context:
+            raise SystemExit(f"llama.cpp cannot make a context of {settings['context']} tokens.")
+        self._num_vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
 
-    def write(prompt: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
-        assert quiet is not None  # the library keeps a bare pointer to it
-        library.llama_memory_clear(library.llama_get_memory(context), True)
+    def written(self, prompt: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
         tokens = prompt
         for _ in range(num_tokens):
-            tokens = [read(tokens)]
+            tokens = [self._next_token(tokens)]
             yield tokens[0], time.perf_counter()
 
-    return write
+    def _next_token(self, tokens: Sequence[int]) -> int:
+        import numpy as np
+
+        for start in range(0, len(tokens), LLAMA_CPP_BATCH):
+            part = tokens[start : start + LLAMA_CPP_BATCH]
+            array = (self._library.llama_token * len(part))(*part)  # the batch points into it
+            if code := self._library.llama_decode(self._context, self._library.llama_batch_get_one(array, len(part))):
+                raise SystemExit(f"llama_decode gave {code} for {len(part)} tokens at {start}.")
+        logits = self._library.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, shape=(self._num_vocabulary,)).argmax())
 
 
 def convert_for_transformers(source: str, dtype: str, target: str) -> None:
@@ -140,61 +197,51 @@ def convert_for_transformers(source: str, dtype: str, target: str) -> None:
     weights = open_weights(files)
     for name, parameter in model.named_parameters():
         weights.copy_into(parameter.data, name)
-    model.save_pretrained(f"{target}.unfinished")
-    Path(f"{target}.unfinished").rename(target)
+    model.save_pretrained(target)
 
 
-def convert_for_llama_cpp(source: str, target: str) -> None:
-    """A GGUF file in bfloat16, so that every reader computes with equal weights of equal size."""
+def convert_for_llama_cpp(source: str, weights: str, target: str) -> None:
+    """A GGUF file in another format, so that every reader can compute with weights of equal size."""
     library: Any = import_module("llama_cpp")
-
-    quiet = _silence_llama_cpp(library)
+    quiet = _silenced(library)
+    formats = {"bfloat16": library.LLAMA_FTYPE_MOSTLY_BF16, "q8_0": library.LLAMA_FTYPE_MOSTLY_Q8_0}
     params = library.llama_model_quantize_default_params()
-    params.ftype = library.LLAMA_FTYPE_MOSTLY_BF16
+    params.ftype = formats[weights]
     params.allow_requantize = True
-    if code := library.llama_model_quantize(source.encode(), f"{target}.unfinished".encode(), params):
-        raise SystemExit(f"llama.cpp cannot convert {source} to bfloat16: {code}.")
-    Path(f"{target}.unfinished").rename(target)
+    if code := library.llama_model_quantize(source.encode(), target.encode(), params):
+        raise SystemExit(f"llama.cpp cannot convert {source} to {weights}: {code}.")
     del quiet
 
 
-def _silence_llama_cpp(library: Any) -> Any:
+def _silenced(library: Any) -> Any:
+    """What the library keeps a bare pointer to."""
     quiet = library.llama_log_callback(lambda level, text, data: None)
     library.llama_log_set(quiet, ctypes.c_void_p(0))
     return quiet
 
 
-READERS = {"penstock": penstock, "transformers": transformers, "llama.cpp": llama_cpp}
+ADAPTERS: dict[str, type[Adapter]] = {"penstock": Penstock, "transformers": Transformers, "llama.cpp": LlamaCpp}
 CONVERTERS = {"transformers": convert_for_transformers, "llama.cpp": convert_for_llama_cpp}
 
 
 def main() -> None:
-    """Reads its settings and then one request per line; answers each with one line."""
+    """Reads its settings and then one ask per line; answers each with one line."""
     answers = sys.stdout
     sys.stdout = sys.stderr  # whatever a library prints is no answer
     settings = json.loads(sys.stdin.readline())
+    adapter = ADAPTERS[settings["reader"]]
+    import_module(adapter.library)
+    library_bytes = _status_bytes("VmRSS")
     started = time.perf_counter()
-    write = READERS[settings["reader"]](settings)
-    load_s = time.perf_counter() - started
-    load_peak_bytes = _status_bytes("VmHWM")
+    reader = adapter(settings)
+    loaded = {"load_s": time.perf_counter() - started, "library_bytes": library_bytes}
+    loaded["load_peak_bytes"] = _status_bytes("VmHWM")
     _return_freed_memory()
-    loaded = {"load_s": load_s, "load_peak_bytes": load_peak_bytes, "loaded_bytes": _status_bytes("VmRSS")}
+    loaded["loaded_bytes"] = _status_bytes("VmRSS")
     print(json.dumps(loaded), file=answers, flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(_measured(write, request["prompt"], request["num_tokens"])), file=answers, flush=True)
-
-
-def _measured(write: Write, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-    _forget_peak()
-    started = time.perf_counter()
-    written = list(write(prompt, num_tokens))
-    return {
-        "read_s": written[0][1] - started,
-        "write_s": written[-1][1] - written[0][1],
-        "peak_bytes": _peak_bytes(),
-        "token_ids": [token for token, _ in written],
-    }
+        ask = json.loads(line)
+        print(json.dumps(getattr(reader, ask["do"])(**ask["arguments"])), file=answers, flush=True)
 
 
 def _return_freed_memory() -> None:
@@ -227,7 +274,13 @@ def _status_bytes(name: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        CONVERTERS[sys.argv[1]](*sys.argv[2:])
-    else:
-        main()
+    try:
+        if sys.argv[1:]:
+            CONVERTERS[sys.argv[1]](*sys.argv[2:])
+        else:
+            main()
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"{error.name} is not installed for {sys.executable}. Install penstock[peers], or name an interpreter that "
+            "has llama_cpp with --llama-python."
+        ) from None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import TypeAdapter
 
+from penstock.document import Document
 from penstock.errors import InvalidSetting, PenstockError
 from penstock.models.files import ModelFiles, resolve
 from penstock.plan.machine import num_physical_cores
@@ -21,23 +20,20 @@ from penstock.plan.machine import num_physical_cores
 if TYPE_CHECKING:
     from types import TracebackType
 
-PEERS = ("transformers", "llama.cpp")
-PYTHON_VARIABLE = "PENSTOCK_PEER_PYTHON"  # an interpreter that has llama_cpp, where our own has not
+PYTHON_VARIABLE = "PENSTOCK_PEER_PYTHON"  # of --llama-python: an interpreter that has llama_cpp
 PROCESS = Path(__file__).with_name("peer_process.py")
 TRANSFORMERS_CHUNK = 512
+AS_STORED = "as stored"
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Loaded(_Answer):
+class Loaded(Document):
     load_s: float
+    library_bytes: int  # resident before the model is loaded
     load_peak_bytes: int
     loaded_bytes: int  # resident when the model is ready
 
 
-class Reading(_Answer):
+class Reading(Document):
     """One prompt read and an answer written. The first token counts as read, the others as written."""
 
     read_s: float
@@ -50,20 +46,27 @@ class Reading(_Answer):
         return (len(self.token_ids) - 1) / self.write_s if self.write_s > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderSettings:
+class ReaderSettings(Document):
     """`chunk_size` is the reader's own: 0 reads whole, None is its default."""
 
     name: str
-    reader: str  # penstock, transformers or llama.cpp
+    reader: str = "penstock"
     model: str
-    files: str  # what the peers read: a GGUF file or a folder
-    dtype: str
-    threads: int
-    context: int
+    files: str = ""  # what a peer reads: a GGUF file or a folder
+    dtype: str = "auto"
+    quantize: str | None = None
+    threads: int | None = None
+    context: int | None = None
     chunk_size: int | None = None
     device: str | None = None
     lane: str | None = None
+
+
+class Ask(Document):
+    """A method of the adapter, by name."""
+
+    do: str
+    arguments: dict[str, Any]
 
 
 class PeerFailed(PenstockError):
@@ -76,26 +79,36 @@ class Reader:
     def __init__(self, settings: ReaderSettings) -> None:
         self.settings = settings
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open for as long as the process
-        environment = os.environ | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         self._process = subprocess.Popen(
             [interpreter(settings.reader), "-P", str(PROCESS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=environment,
+            env=_own_environment(),
         )
-        self.loaded = Loaded.model_validate_json(self._ask(asdict(settings)))
+        self.loaded = Loaded.model_validate_json(self._answer(settings))
 
-    def read(self, prompt: Sequence[int], num_tokens: int = 1) -> Reading:
-        return Reading.model_validate_json(self._ask({"prompt": list(prompt), "num_tokens": num_tokens}))
+    def read(self, prompt: Sequence[int], num_tokens: int = 1, **options: Any) -> Reading:
+        """`options` are Penstock's own, of one request."""
+        answer = self._ask("read", prompt=prompt, num_tokens=num_tokens, **options)
+        return Reading.model_validate_json(answer)
 
-    def _ask(self, request: dict[str, object]) -> str:
+    def write_together(self, prompts: list[list[int]], num_tokens: int) -> float:
+        return TypeAdapter(float).validate_json(self._ask("write_together", prompts=prompts, num_tokens=num_tokens))
+
+    def losses(self, text: str, num_tokens: int) -> list[float]:
+        return TypeAdapter(list[float]).validate_json(self._ask("losses", text=text, num_tokens=num_tokens))
+
+    def _ask(self, do: str, **arguments: Any) -> str:
+        return self._answer(Ask(do=do, arguments=arguments))
+
+    def _answer(self, question: Document) -> str:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
-            stdin.write(json.dumps(request) + "\n")
+            stdin.write(question.model_dump_json() + "\n")
             stdin.flush()
         except BrokenPipeError:
             raise self._failed() from None
@@ -124,76 +137,70 @@ class Reader:
         self.close()
 
 
+def _own_environment() -> dict[str, str]:
+    """How threads wait is each library's own: what suits ours halves the speed at which llama.cpp writes."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+
+
 def interpreter(reader: str) -> str:
     return os.environ.get(PYTHON_VARIABLE) or sys.executable if reader == "llama.cpp" else sys.executable
 
 
-def own_settings(
-    name: str,
+def peer_settings(
+    peers: Sequence[str],
     model: str,
     *,
     context: int,
-    chunk_size: int | None,
-    dtype: str = "auto",
     threads: int | None = None,
-    device: str | None = None,
-    lane: str | None = None,
-) -> ReaderSettings:
-    """Penstock as a reader."""
-    return ReaderSettings(
-        name=name,
-        reader="penstock",
-        model=model,
-        files="",
-        dtype=dtype,
-        threads=threads or num_physical_cores(),
-        context=context,
-        chunk_size=chunk_size,
-        device=device,
-        lane=lane,
-    )
-
-
-def peer_settings(
-    peers: Sequence[str], model: str, *, context: int, threads: int | None = None, dtype: str = "bfloat16"
+    device: str = "cpu",
+    dtypes: Sequence[str] = ("bfloat16",),
+    chunk_sizes: Sequence[int] = (0, TRANSFORMERS_CHUNK),
+    formats: Sequence[str] = ("bfloat16", AS_STORED),
 ) -> list[ReaderSettings]:
-    """Each peer's ways to read, with its own best settings: transformers whole and in chunks, llama.cpp in bfloat16.
-
-    llama.cpp also reads a quantized file as it is, which nobody else here does.
-    """
-    if unknown := sorted(set(peers) - set(PEERS)):
-        raise InvalidSetting(f"--peers names {unknown[0]!r}; known ones are {', '.join(PEERS)}.")
+    """Each peer's ways: transformers in `dtypes`, whole and in chunks; llama.cpp in `formats` of a GGUF file."""
     files = resolve(model)
-    shared: Any = {"model": model, "dtype": dtype, "threads": threads or num_physical_cores(), "context": context}
+    shared: Any = {"model": model, "threads": threads or num_physical_cores(), "device": device}
+    shared["context"] = context
     settings: list[ReaderSettings] = []
     if "transformers" in peers:
-        folder = str(files.folder or converted("transformers", files, dtype))
         settings += [
-            ReaderSettings(name=f"transformers, {way}", reader="transformers", files=folder, chunk_size=size, **shared)
-            for way, size in (("whole", 0), (f"chunks of {TRANSFORMERS_CHUNK}", TRANSFORMERS_CHUNK))
+            ReaderSettings(
+                name=f"transformers {dtype}, {f'chunks of {size}' if size else 'whole'}",
+                reader="transformers",
+                files=str(files.folder or converted("transformers", files, dtype)),
+                dtype=dtype,
+                chunk_size=size,
+                **shared,
+            )
+            for dtype in dtypes
+            for size in chunk_sizes
         ]
     if "llama.cpp" in peers:
         if files.gguf is None:
             raise InvalidSetting(f"llama.cpp reads GGUF files, and {model} is a folder. Leave it out of --peers.")
         settings += [
-            ReaderSettings(name=f"llama.cpp, {weights}", reader="llama.cpp", files=str(path), **shared)
-            for weights, path in (("bfloat16", converted("llama.cpp", files)), ("the file as it is", files.gguf))
+            ReaderSettings(
+                name=f"llama.cpp {weights}",
+                reader="llama.cpp",
+                files=str(files.gguf if weights == AS_STORED else converted("llama.cpp", files, weights)),
+                **shared,
+            )
+            for weights in formats
         ]
     return settings
 
 
-def converted(reader: str, files: ModelFiles, *dtype: str) -> Path:
-    """A GGUF file as the peer reads it best, in 16 bits like ours; made once, in the cache folder."""
+def converted(reader: str, files: ModelFiles, weights: str) -> Path:
+    """A GGUF file as the peer reads it best; made once, in the cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    target = Path(base) / "penstock" / "peers" / "-".join((files.identity[:16], reader, *dtype))
+    target = Path(base) / "penstock" / "peers" / f"{files.identity[:16]}-{reader}-{weights}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = [interpreter(reader), "-P", str(PROCESS), reader, str(files.gguf), *dtype, str(target)]
+        unfinished = f"{target}.unfinished"
+        command = [interpreter(reader), "-P", str(PROCESS), reader, str(files.gguf), weights, unfinished]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
             reason = (finished.stderr.strip().splitlines() or ["no reason was given"])[-1]
-            raise PeerFailed(
-                f"{files.gguf} could not be converted for {reader}: {reason}. Install penstock[peers], or name an "
-                f"interpreter that has llama_cpp in {PYTHON_VARIABLE}."
-            )
+            raise PeerFailed(f"{files.gguf} could not be converted for {reader}: {reason}")
+        Path(unfinished).rename(target)
     return target

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from pydantic import BaseModel, ConfigDict
-
 from penstock.bench.costs import MACHINES, Machine
-from penstock.bench.simulate import Run, percentile, simulate
+from penstock.bench.simulate import Run, simulate
 from penstock.bench.workloads import SCENARIOS, SIZES, Sizes, lone_question
 from penstock.config import PrefillPriority
+from penstock.document import Document
+from penstock.trace.summary import percentile
 
 TARGETS_S = (0.02, 0.05, 0.1, 0.2, None)
 MOST_OVER_TARGET = 1.1
@@ -20,11 +20,7 @@ MOST_TTFT_OF_PREFILL_FIRST = 1.35
 MOST_STEPS_TO_FIRST_CHUNK = 3
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Summary(_Document):
+class Summary(Document):
     """One run in numbers. Times of a run that was given up cover what had happened."""
 
     scenario: str
@@ -107,13 +103,13 @@ def all_cases(machine: str, scenario: str, *, seed: int) -> list[Case]:
     ]
 
 
-class Check(_Document):
+class Check(Document):
     name: str
     holds: bool
     found: str
 
 
-class Report(_Document):
+class Report(Document):
     seed: int
     sources: dict[str, str]
     titles: dict[str, str]

@@ -6,14 +6,12 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
+
+from penstock.document import Document
 
 Unit = Literal["s", "bytes", "tokens"]
 _UNIT: TypeAdapter[Unit] = TypeAdapter(Unit)
-
-
-class Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Measure(Document):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -87,12 +85,6 @@ class Run:
             return self.gaps
         begin, end = watched.arrival.at_s, watched.first_token_at
         return [gap for gap in self.gaps if begin <= gap.begin < end]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def calibrated_cost(machine: Machine, rng: Random) -> StepCost:

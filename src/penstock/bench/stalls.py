@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from penstock.config import PrefillPriority
 from penstock.engine.engine import Engine
 from penstock.request import PrefillProgress, Token
+from penstock.trace.summary import percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +120,13 @@ def _measure(engine: Engine, settings: StallSettings, name: str) -> StallResult:
         most_seconds=settings.most_seconds,
         generator=random.Random(0),
     )
-    gaps = sorted(beside.gaps_s)
+    gaps = beside.gaps_s
     return StallResult(
         name=name,
         num_gaps=len(gaps),
-        gap_p50_ms=gaps[len(gaps) // 2] * 1e3,
-        gap_p99_ms=gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))] * 1e3,
-        gap_max_ms=gaps[-1] * 1e3,
+        gap_p50_ms=percentile(gaps, 0.5) * 1e3,
+        gap_p99_ms=percentile(gaps, 0.99) * 1e3,
+        gap_max_ms=max(gaps) * 1e3,
         num_read=beside.num_read,
         seconds=beside.seconds,
         tokens_per_s=(beside.num_read + beside.num_written) / beside.seconds,

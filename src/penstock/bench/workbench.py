@@ -7,15 +7,16 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.bench.peers import Reader, ReaderSettings, own_settings, peer_settings
-from penstock.bench.samples import Document
+from penstock.bench.peers import Reader, ReaderSettings, peer_settings
+from penstock.bench.prompts import seeded_prompt
 from penstock.config import DEFAULT_MODEL
-from penstock.models.files import resolve
+from penstock.document import Document
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock.engine.engine import Engine
     from penstock.request import Output
 
@@ -60,9 +61,12 @@ class ProbeSizes(Document):
 
 
 class Workbench:
-    def __init__(self, settings: BenchSettings, sizes: ProbeSizes) -> None:
+    """`trace`: where the steps of its engine are written."""
+
+    def __init__(self, settings: BenchSettings, sizes: ProbeSizes, *, trace: Path | None = None) -> None:
         self.settings = settings
         self.sizes = sizes
+        self._trace = trace
         self._stack = ExitStack()
         self._fixed_work = bytes(YARDSTICK_BYTES)
 
@@ -71,11 +75,6 @@ class Workbench:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
-
-    @cached_property
-    def vocabulary(self) -> int:
-        config = resolve(self.settings.model, weights=False).config
-        return int((config.get("text_config") or config)["vocab_size"])
 
     @cached_property
     def engine(self) -> Engine:
@@ -90,6 +89,7 @@ class Workbench:
             threads=settings.threads,
             device=settings.device,
             lane=settings.lane,
+            trace=self._trace,
         )
         self._stack.enter_context(engine)
         engine.generate(self.prompt(64, "warm"), max_tokens=4, ignore_eos=True)
@@ -97,8 +97,7 @@ class Workbench:
 
     def prompt(self, length: int, *key: object) -> list[int]:
         """Seeded tokens: equal keys give equal prompts, others share no prefix."""
-        generator = Random(f"{self.settings.seed} {length} {key}")
-        return [generator.randrange(self.vocabulary) for _ in range(length)]
+        return seeded_prompt(self.settings.model, length, self.settings.seed, *key)
 
     def write(self, prompt: list[int], num_tokens: int = 1, *, chunk_size: int | None = None) -> Output:
         return self.engine.generate(prompt, max_tokens=num_tokens, ignore_eos=True, chunk_size=chunk_size)
@@ -118,23 +117,28 @@ class Workbench:
 
     def own_reader(self, name: str, *, context: int, chunk_size: int | None) -> ReaderSettings:
         settings = self.settings
-        return own_settings(
-            name,
-            settings.model,
+        return ReaderSettings(
+            name=name,
+            model=settings.model,
             context=context,
             chunk_size=chunk_size,
             dtype=settings.dtype,
             threads=settings.threads,
-            device=None if settings.device == "auto" else settings.device,
+            device=settings.device,
             lane=settings.lane,
         )
 
     def peer_readers(self, context: int) -> list[ReaderSettings]:
-        if not self.settings.peers:
-            return []
-        dtype = "bfloat16" if self.settings.dtype == "auto" else self.settings.dtype
-        model, threads = self.settings.model, self.settings.threads
-        return peer_settings(self.settings.peers, model, context=context, threads=threads, dtype=dtype)
+        settings = self.settings
+        dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+        return peer_settings(
+            settings.peers,
+            settings.model,
+            context=context,
+            threads=settings.threads,
+            device=settings.device,
+            dtypes=(dtype,),
+        )
 
     @contextmanager
     def peers(self, context: int) -> Generator[list[Reader]]:

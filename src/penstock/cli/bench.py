@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.flags import Dtype, Json, LlamaPython, Model, Peers, Threads, chosen, chosen_peers
 from penstock.cli.suites import add_suites
 from penstock.config import DEFAULT_MODEL
 from penstock.errors import InvalidSetting
@@ -29,8 +30,6 @@ CPU_PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qw
 MOST_US_AT_256 = 1_000.0
 GPU_CONTEXT, GPU_VOCABULARY = 140_000, 150_000  # what the peers are given
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
-
 
 @bench.command()
 def schedule(
@@ -44,8 +43,8 @@ def schedule(
     plot: Annotated[Path | None, typer.Option(help="Draw TTFT against gaps into this .png or .svg file.")] = None,
 ) -> None:
     """Replay arrivals through the real scheduler in virtual time, with measured costs in place of a model."""
-    scenarios = _chosen("--scenario", scenario, SCENARIO_NAMES)
-    costs = _chosen("--cost", cost, COST_NAMES)
+    scenarios = chosen("--scenario", scenario, SCENARIO_NAMES)
+    costs = chosen("--cost", cost, COST_NAMES)
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise InvalidSetting(f"--plot is {str(plot)!r}; the file must end in .png or .svg.")
     raise typer.Exit(_schedule(scenarios, costs, seed=seed, num_jobs=jobs, as_json=json, plot=plot))
@@ -59,12 +58,12 @@ def scheduling_cost(json: Json = False) -> None:
 
 @bench.command()
 def stalls(
-    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.")] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     decodes: Annotated[int, typer.Option(help="Streams that run when the long prompt arrives.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the long prompt.")] = 6000,
     latency_target_ms: Annotated[float, typer.Option(help="The target that the priorities are measured under.")] = 150,
-    threads: Annotated[int | None, typer.Option(help="Processor threads.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    threads: Threads = None,
+    dtype: Dtype = None,
     most_seconds: Annotated[float, typer.Option(help="Time for one variant; then it says how far it came.")] = 90,
     json: Json = False,
 ) -> None:
@@ -80,7 +79,7 @@ def stalls(
         prompt_tokens=prompt_tokens,
         target_ms=latency_target_ms,
         threads=threads,
-        dtype=dtype,
+        dtype=dtype or "auto",
         most_seconds=most_seconds,
     )
     results = []
@@ -118,9 +117,8 @@ def gpu(
 def _gpu(
     model: str | None, parts: str, targets: list[float], *, chunk_size: int, memory: str | None, with_profile: bool
 ) -> None:
-    from json import dumps
-
     import torch
+    from pydantic_core import to_json
 
     from penstock.bench.gpu import GpuBench, Work
     from penstock.engine.engine import Engine
@@ -153,48 +151,37 @@ def _gpu(
         if with_profile:
             measured.profile()
     facts = {"engine": "penstock", "batched": chunk_size, "device": torch.cuda.get_device_name()}
-    print("RESULT", dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}))
+    print("RESULT", to_json({**facts, "peak_bytes": torch.cuda.max_memory_allocated(), **found}).decode())
 
 
 @bench.command()
 def cpu(
-    model: Annotated[str, typer.Argument(help="smollm2, a .gguf file or a folder.")] = DEFAULT_MODEL,
-    peers: Annotated[str, typer.Option(help="transformers, llama.cpp, both with a comma between, or none.")] = "none",
+    model: Model = DEFAULT_MODEL,
+    peers: Peers = "",
+    llama_python: LlamaPython = None,
     only: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CPU_PARTS)}; may be repeated.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds after one that is not counted.")] = 3,
     length: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")] = None,
-    llama_python: Annotated[
-        str | None, typer.Option(help="A Python that has llama-cpp-python; this one unless given.")
-    ] = None,
+    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Measure reading and writing on this processor beside other programs, in turns, each in its own process."""
-    from penstock.bench.cpu import PEERS, default_settings, measure_cpu
+    from penstock.bench.cpu import default_settings, measure_cpu
     from penstock.cli.cpu_table import show_cpu
 
-    asked = [] if peers == "none" else [name.strip() for name in peers.split(",")]
     settings = default_settings(
         model=model,
-        parts=tuple(_chosen("--only", only, CPU_PARTS)),
-        peers=tuple(_chosen("--peers", asked, PEERS)) if asked else (),
+        parts=tuple(chosen("--only", only, CPU_PARTS)),
+        peers=chosen_peers(peers, llama_python),
         repeats=repeats,
         lengths=tuple(length) if length else None,
         threads=threads,
-        llama_python=llama_python,
     )
     report = measure_cpu(settings)
     if json:
         print(report.model_dump_json(indent=2))
     else:
         show_cpu(report)
-
-
-def _chosen(flag: str, names: list[str] | None, known: tuple[str, ...]) -> list[str]:
-    for name in names or []:
-        if name not in known:
-            raise InvalidSetting(f"{flag} is {name!r}; it must be one of {', '.join(known)}.")
-    return list(dict.fromkeys(names or known))
 
 
 def _schedule(

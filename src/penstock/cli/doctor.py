@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
@@ -13,6 +12,7 @@ from penstock.doctor.diagnosis import Diagnosis, Status
 from penstock.doctor.machine import MachineFacts, diagnose_machine
 from penstock.doctor.model import ModelFindings, diagnose_model
 from penstock.doctor.speed import Speed, diagnose_speed
+from penstock.document import Document
 from penstock.lanes.verdicts import Verdict
 from penstock.trace.document import Environment, Lane
 from penstock.trace.environment import environment
@@ -21,22 +21,18 @@ EXIT_OK, EXIT_PROBLEM = 0, 2
 MARKS = {Status.GOOD: ("ok", "green"), Status.NOTE: ("note", "yellow"), Status.PROBLEM: ("problem", "red")}
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LaneClaim(_Document):
+class LaneClaim(Document):
     id: str
     eligible: bool
     reason: str
 
 
-class CpuKernels(_Document):
+class CpuKernels(Document):
     compiled: bool
     reason: str
 
 
-class DoctorReport(_Document):
+class DoctorReport(Document):
     """Fields of a model are None where something before them was in the way."""
 
     model: str

@@ -11,6 +11,35 @@ import typer
 
 from penstock import __version__
 from penstock.cli.bench import bench
+from penstock.cli.flags import (
+    ChunkSize,
+    Context,
+    Device,
+    Dtype,
+    FrequencyPenalty,
+    Images,
+    Json,
+    LaneId,
+    Logprobs,
+    MaxTokens,
+    Memory,
+    MinP,
+    Model,
+    Overlap,
+    PresencePenalty,
+    Quantize,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Strict,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TraceFile,
+    require_trace,
+)
 from penstock.config import DEFAULT_MODEL, PARSERS, EngineConfig, load_config
 from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
 from penstock.request import SamplingParams
@@ -27,41 +56,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
-
-Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="MODEL")]
-ChunkSize = Annotated[
-    str | None, typer.Option(help="Prompt tokens per chunk: a number, auto, or 0 to read prompts whole.")
-]
-Overlap = Annotated[int | None, typer.Option(help="Tokens of the previous chunk to compute again.")]
-Memory = Annotated[str | None, typer.Option(help="Byte budget of the whole process, such as 6GiB.")]
-Context = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; past the model's own: a warning.")]
-LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its id.")]
-Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
-Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
-Quantize = Annotated[
-    str | None, typer.Option(help="Weights in few bits: keep (as the GGUF has them), int8, int4 or none.")
-]
-Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
-TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write every step and request to this file; `penstock trace` reads it.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Choose among this many most likely tokens.")]
-TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together reach this share.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: what was read or written becomes less likely.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Taken off for each time a token was written.")]
-PresencePenalty = Annotated[float, typer.Option(help="Taken off once a token was written.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
-Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities with this many alternatives, in --json.")]
-Images = Annotated[
-    list[str] | None, typer.Option("--image", help="A picture, for a model that reads them; may be repeated.")
-]
-System = Annotated[str | None, typer.Option(help="System message.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -114,7 +108,7 @@ def run(
         raise InvalidSetting("--logprobs are shown in the JSON document only. Add --json.")
     _require_images(images or [])
     parts = _text_parts(files or [], prompt)
-    trace = _require_trace(trace)
+    trace = require_trace(trace)
     from penstock.cli.reading import run_once
 
     asked = {"images": images or [], "system": system, "sampling": sampling}
@@ -165,7 +159,7 @@ def chat(
 
         document = "\n\n".join("".join(part.pieces()) for part in parts)
         raise typer.Exit(run_remote_chat(url, api_key, system=system, document=document, sampling=sampling))
-    trace = _require_trace(trace)
+    trace = require_trace(trace)
     from penstock.cli.reading import run_chat
 
     asked = {"images": images or [], "system": system, "sampling": sampling}
@@ -221,7 +215,7 @@ def serve(
         raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
 
     settings = ServerSettings(
-        trace=_require_trace(trace),
+        trace=require_trace(trace),
         model=model,
         host=host,
         port=port,
@@ -300,14 +294,6 @@ def trace(
     from penstock.cli.trace import show_trace
 
     show_trace(file, num_slowest=slowest, perfetto=perfetto, as_json=json)
-
-
-def _require_trace(path: Path | None) -> Path | None:
-    if path is None:
-        return None
-    from penstock.trace.document import require_writable
-
-    return require_writable(path)
 
 
 def _config(call: typer.Context) -> EngineConfig:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
+from penstock.document import Document
 from penstock.trace.document import Lane
 
 if TYPE_CHECKING:
@@ -15,29 +14,25 @@ if TYPE_CHECKING:
     from penstock.request import Output, TokenLogprob
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunPlan(_Document):
+class RunPlan(Document):
     chunk_size: int  # the largest chunk of the plan
     num_chunks: int  # that the plan has for this prompt
     peak_bytes: int  # that the plan predicts
     adjustments: list[str]  # what had to be changed, or was done whole instead of streamed
 
 
-class Chunk(_Document):
+class Chunk(Document):
     start: int  # its first token; of a source that an encoder reads, positions count work
     end: int  # the token after its last
     ms: float  # of the whole step
 
 
-class PeakBytes(_Document):
+class PeakBytes(Document):
     measured: int  # the most resident memory that the process ever had
     predicted: int  # the largest prediction among the steps of this request
 
 
-class Logprob(_Document):
+class Logprob(Document):
     token_id: int  # the token of the answer
     logprob: float  # of the model itself, before penalties and temperature
     alternatives: list[tuple[int, float]]  # pairs of token and log-probability
@@ -47,7 +42,7 @@ class Logprob(_Document):
         return cls(token_id=logprob.token_id, logprob=logprob.logprob, alternatives=list(logprob.alternatives))
 
 
-class RunReport(_Document):
+class RunReport(Document):
     model: str  # as it was named
     lane: Lane  # the facts of the lane
     plan: RunPlan  # what was expected
@@ -91,7 +86,7 @@ class RunReport(_Document):
         return self.model_dump_json(indent=2, exclude={"logprobs"} if self.logprobs is None else None)
 
 
-class PlanReport(_Document):
+class PlanReport(Document):
     model: str  # as it was named
     lane: Lane  # the facts of the lane
     prompt_tokens: int  # as given

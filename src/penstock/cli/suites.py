@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.flags import (
+    Device,
+    Dtype,
+    Json,
+    LaneId,
+    LlamaPython,
+    Peers,
+    Threads,
+    TraceFile,
+    chosen_peers,
+    require_trace,
+)
 from penstock.config import DEFAULT_MODEL
-from penstock.errors import InvalidSetting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,54 +55,51 @@ def _add(bench: typer.Typer, suite: str, description: str) -> None:
     @bench.command(suite, help=description)
     def run(
         model: Annotated[str, typer.Option(help="smollm2, a folder, a .gguf file or a hub id.")] = DEFAULT_MODEL,
-        peers: Annotated[
-            str, typer.Option(help="Measured beside: transformers, llama.cpp, or both with a comma.")
-        ] = "",
+        peers: Peers = "",
+        llama_python: LlamaPython = None,
         seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
-        dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-        threads: Annotated[int | None, typer.Option(help="Processor threads.")] = None,
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-        lane: Annotated[str | None, typer.Option(help="Force a lane by its id.")] = None,
+        dtype: Dtype = None,
+        threads: Threads = None,
+        device: Device = None,
+        lane: LaneId = None,
         ledger: Annotated[
             Path | None, typer.Option(help="Folder of the earlier runs; in the user's data folder unless given.")
         ] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw charts into this folder.")] = None,
-        json: Annotated[
-            bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-        ] = False,
+        trace: TraceFile = None,
+        json: Json = False,
     ) -> None:
         from penstock.bench.workbench import BenchSettings
 
         settings = BenchSettings(
             model=model,
-            peers=tuple(name.strip() for name in peers.split(",") if name.strip()),
+            peers=chosen_peers(peers, llama_python),
             seed=seed,
-            dtype=dtype,
+            dtype=dtype or "auto",
             threads=threads,
-            device=device,
+            device=device or "auto",
             lane=lane,
         )
-        raise typer.Exit(_run(suite, settings, folder=ledger, plot=plot, as_json=json))
+        raise typer.Exit(_run(suite, settings, folder=ledger, plot=plot, trace=require_trace(trace), as_json=json))
 
 
-def _run(suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path | None, as_json: bool) -> int:
+def _run(
+    suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path | None, trace: Path | None, as_json: bool
+) -> int:
     from rich.console import Console
 
     from penstock.bench.changes import BenchReport
     from penstock.bench.ledger import Ledger
-    from penstock.bench.peers import PEERS
     from penstock.bench.suites import compare_twice, run_suite, sizes_of
     from penstock.bench.workbench import Workbench
 
-    if unknown := sorted(set(settings.peers) - set(PEERS)):
-        raise InvalidSetting(f"--peers names {unknown[0]!r}; known ones are {', '.join(PEERS)}.")
     if plot is not None:
         from penstock.bench.plot import pyplot
 
         pyplot()  # refuses before anything is measured
     out = Console(highlight=False, stderr=as_json, width=None if sys.stdout.isatty() else 150)
     ledger = Ledger(folder)
-    with Workbench(settings, sizes_of(suite, settings.device)) as bench:
+    with Workbench(settings, sizes_of(suite, settings.device), trace=trace) as bench:
         report = BenchReport(run=run_suite(suite, bench, on_probe=lambda result: _show(out, result)), comparison=None)
         if before := ledger.last_like(report.run):
             report = compare_twice(before, report.run, bench, on_probe=lambda result: _show(out, result))

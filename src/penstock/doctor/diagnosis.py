@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
+from penstock.document import Document
 from penstock.errors import PenstockError
 
 
@@ -16,9 +17,7 @@ class Status(Enum):
     PROBLEM = "problem"  # something will be refused, or be far slower than it need be
 
 
-class Diagnosis(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Diagnosis(Document):
     topic: str
     status: Status
     finding: str

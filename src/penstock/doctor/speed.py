@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from penstock.config import EngineConfig
 from penstock.doctor.advice import CONTEXT, NUM_STREAMS, SIZES, latency_target_ms, nearly_fastest
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem, refused
 from penstock.doctor.model import rounded_up
+from penstock.document import Document
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.errors import PenstockError
@@ -30,9 +29,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
 CHECKED_TOKENS, CHECKED_CHUNK = 64, 13
 
 
-class Recommendation(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Recommendation(Document):
     memory: str
     prompt_tokens: int  # that this much memory holds
     chunk_size: int
@@ -40,9 +37,7 @@ class Recommendation(BaseModel):
     flags: str
 
 
-class Speed(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Speed(Document):
     load_s: float
     measured_s: float
     read_tokens_per_s: dict[int, float]  # by chunk size, after 1,024 tokens

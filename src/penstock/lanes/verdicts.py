@@ -13,8 +13,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from penstock.document import Document
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import LaneFacts
 
@@ -32,10 +33,8 @@ class Way(Enum):
     TILES = "tiles"  # a source, layer by layer
 
 
-class Finding(BaseModel):
+class Finding(Document):
     """One thing that was measured. `max_difference` is None where it could not be."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     exact: bool
     max_difference: float | None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.document import Document
 from penstock.errors import InvalidSetting, InvalidTrace
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ Count = Annotated[int, Ge(0)]
 Milliseconds = Annotated[float, Ge(0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class _Part(Document):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class Lane(_Part):

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict
-
+from penstock.document import Document
 from penstock.trace.document import Lane, Trace, TraceRequest, TraceStep
 
 NUM_SLOWEST = 5
@@ -17,11 +16,13 @@ SLOW = 1.5  # times the median of its like, or the prediction
 LARGE_SHARE = 0.5
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-class Spread(_Part):
+class Spread(Document):
     p50: float
     p99: float
     max: float
@@ -29,13 +30,11 @@ class Spread(_Part):
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
         """None where there are no values."""
-        ordered = sorted(values)
-        if not ordered:
-            return None
-        return cls(p50=round(median(ordered), 3), p99=ordered[ceil(0.99 * len(ordered)) - 1], max=ordered[-1])
+        found = list(values)
+        return cls(p50=percentile(found, 0.5), p99=percentile(found, 0.99), max=max(found)) if found else None
 
 
-class SlowStep(_Part):
+class SlowStep(Document):
     step: int
     started_s: float
     elapsed_ms: float
@@ -44,19 +43,19 @@ class SlowStep(_Part):
     why: tuple[str, ...]
 
 
-class Memory(_Part):
+class Memory(Document):
     peak_bytes: int
     predicted_bytes: int
     budget_bytes: int
 
 
-class LongestGap(_Part):
+class LongestGap(Document):
     request_id: int
     gap_ms: float
     step: int | None  # the one that ended it; None: not among those kept
 
 
-class Summary(_Part):
+class Summary(Document):
     model: str
     lane: Lane
     seconds: float
