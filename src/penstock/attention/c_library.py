@@ -19,8 +19,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 SOURCES = [PACKAGE / "attention" / "cpu_kernels.c"]
-SOURCES += [PACKAGE / "models" / name for name in ("cpu_layers.c", "cpu_products.c", "cpu_packed.c")]
-HEADER = PACKAGE / "attention" / "cpu_vectors.h"
+SOURCES += [PACKAGE / "models" / name for name in ("cpu_layers.c", "cpu_products.c", "cpu_packed.c", "cpu_steps.c")]
+HEADERS = [PACKAGE / "attention" / name for name in ("cpu_calls.h", "cpu_vectors.h")]
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
 FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"]
 COMPILE_TIMEOUT_S = 120
@@ -82,7 +82,7 @@ def _built(compiler: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
-        command = [compiler, *FLAGS, f"-I{HEADER.parent}", *map(str, SOURCES), "-o", str(part)]
+        command = [compiler, *FLAGS, f"-I{HEADERS[0].parent}", *map(str, SOURCES), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
         os.replace(part, path)
     return path
@@ -92,7 +92,7 @@ def _key(compiler: str) -> str:
     """Of the source, the flags and the compiler; its file stands for its version, without running it."""
     file = Path(compiler).resolve()
     facts = [str(file), str(file.stat().st_size), str(file.stat().st_mtime_ns), *FLAGS]
-    text = b"".join(source.read_bytes() for source in (HEADER, *SOURCES))
+    text = b"".join(source.read_bytes() for source in (*HEADERS, *SOURCES))
     return hashlib.sha256("\0".join(facts).encode() + text).hexdigest()[:32]
 
 

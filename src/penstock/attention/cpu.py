@@ -78,18 +78,18 @@ class CpuAttention:
         self.block_size = block_size
         self._inputs: ForwardInputs | None = None
         self._runs: list[tuple[Run, ...]] = []  # of the step's chunks, made when torch first needs them
-        self._compiled = make_compiled(storage, block_size)
+        self.compiled = make_compiled(storage, block_size)  # None: torch attends
 
     @property
     def is_compiled(self) -> bool:
         """Whether the C kernel attends, and not torch."""
-        return self._compiled is not None
+        return self.compiled is not None
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         self._inputs = inputs
         self._runs = []
-        if self._compiled is not None:
-            self._compiled.begin_step(inputs)
+        if self.compiled is not None:
+            self.compiled.begin_step(inputs)
 
     def store(
         self,
@@ -102,8 +102,8 @@ class CpuAttention:
     ) -> torch.Tensor:
         if norms is not None:
             q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)
-        if self._compiled is not None and _are_bfloat16(q_THD, k_TKD, v_TKD, rotation):
-            return self._compiled.store(layer, q_THD, k_TKD, v_TKD, rotation)
+        if self.compiled is not None and _are_bfloat16(q_THD, k_TKD, v_TKD, rotation):
+            return self.compiled.store(layer, q_THD, k_TKD, v_TKD, rotation)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
             for first, last, slot in _slots(runs, start, end):
@@ -126,8 +126,8 @@ class CpuAttention:
         group = q_THD.shape[1] // self.storage.keys[layer].shape[1]
         sees_spans = self._inputs is not None and self._inputs.media is not None and any(self._inputs.media.spans)
         is_taken = q_THD.dtype == torch.bfloat16 and group <= LARGEST_GROUP and not sees_spans
-        if self._compiled is not None and is_taken:
-            return self._compiled.attend(layer, q_THD, rule, sinks_H)
+        if self.compiled is not None and is_taken:
+            return self.compiled.attend(layer, q_THD, rule, sinks_H)
         out_THD = torch.empty_like(q_THD)
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for index, (row, start, end, runs) in enumerate(self._chunks()):

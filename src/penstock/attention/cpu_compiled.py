@@ -21,8 +21,8 @@ _POINTERS += ("partials", "workspace", "parallel")
 _SIZES = ("num_chunks", "block_size", "num_heads", "num_kv_heads", "head_size", "window")
 
 
-class _Attention(ctypes.Structure):
-    """`struct attention` of cpu_kernels.c."""
+class AttentionCall(ctypes.Structure):
+    """`struct attention` of cpu_calls.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in _POINTERS],
@@ -33,22 +33,22 @@ class _Attention(ctypes.Structure):
     ]
 
 
-class _Heads(ctypes.Structure):
+class Heads(ctypes.Structure):
     _fields_ = [("first", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
     @classmethod
-    def of(cls, x_THD: torch.Tensor) -> _Heads:
+    def of(cls, x_THD: torch.Tensor) -> Heads:
         return cls(x_THD.data_ptr(), x_THD.stride(0), x_THD.stride(1))
 
 
 _LAYOUT = ("query_starts", "context_lens", "blocks", "block_starts")
 
 
-class _Store(ctypes.Structure):
-    """`struct store` of cpu_kernels.c."""
+class StoreCall(ctypes.Structure):
+    """`struct store` of cpu_calls.h."""
 
     _fields_ = [
-        *[(name, _Heads) for name in ("queries", "keys", "values")],
+        *[(name, Heads) for name in ("queries", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("rotated", "key_pages", "value_pages", "cosines", "sines")],
         *[(name, ctypes.c_void_p) for name in (*_LAYOUT, "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_chunks", "block_size", "num_heads", "num_kv_heads", "head_size")],
@@ -70,8 +70,8 @@ class CompiledAttention:
         self._workspace_bytes = int(library.penstock_workspace_bytes())
         _, num_kv_heads, head_size = storage.keys[0].shape
         sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
-        self._call = _Attention(parallel=kernels.parallel, **sizes)
-        self._store_call = _Store(parallel=kernels.parallel, **sizes)
+        self._call = AttentionCall(parallel=kernels.parallel, **sizes)
+        self._store_call = StoreCall(parallel=kernels.parallel, **sizes)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
         self._layout: list[torch.Tensor] = []  # kept alive: C reads them
@@ -96,9 +96,9 @@ class CompiledAttention:
         q_THD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD, v_TKD))
         rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         call = self._store_call
-        call.queries, call.keys, call.values = _Heads.of(q_THD), _Heads.of(k_TKD), _Heads.of(v_TKD)
+        call.queries, call.keys, call.values = Heads.of(q_THD), Heads.of(k_TKD), Heads.of(v_TKD)
         call.rotated, call.num_heads = rotated_THD.data_ptr(), q_THD.shape[1]
-        call.key_pages, call.value_pages = self._pages(layer)
+        call.key_pages, call.value_pages = self.pages(layer)
         call.cosines = call.sines = None
         if rotation is not None:
             cos, sin = rotation.cos_T1R.contiguous(), rotation.sin_T1R.contiguous()
@@ -106,7 +106,8 @@ class CompiledAttention:
         self._store(ctypes.byref(call))
         return rotated_THD
 
-    def _pages(self, layer: int) -> tuple[int, int]:
+    def pages(self, layer: int) -> tuple[int, int]:
+        """Where the keys and the values of a layer begin."""
         return self._storage.keys[layer].data_ptr(), self._storage.values[layer].data_ptr()
 
     def attend(
@@ -116,17 +117,26 @@ class CompiledAttention:
         out_THD = torch.empty_like(q_THD)
         call = self._call
         call.queries, call.out = q_THD.data_ptr(), out_THD.data_ptr()
-        call.keys, call.values = self._pages(layer)
+        call.keys, call.values = self.pages(layer)
         call.num_heads = q_THD.shape[1]
         call.window, call.scale, call.softcap = rule.window or 0, rule.scale, rule.softcap or 0.0
         sinks = None if sinks_H is None else sinks_H.float().contiguous()
         call.sinks = None if sinks is None else sinks.data_ptr()
-        num_partials = self._num_partials(ctypes.byref(call))
-        if len(self._partials) < num_partials:
-            self._partials = torch.empty(num_partials)
-        call.partials = self._partials.data_ptr()
+        self._hold_partials()
         self._attend(ctypes.byref(call))
         return out_THD
+
+    def layout(self, num_heads: int) -> AttentionCall:
+        """Of the step that was begun, for all of its layers."""
+        self._call.num_heads, self._call.window = num_heads, 0
+        self._hold_partials()
+        return self._call
+
+    def _hold_partials(self) -> None:
+        num_partials = self._num_partials(ctypes.byref(self._call))
+        if len(self._partials) < num_partials:
+            self._partials = torch.empty(num_partials)
+        self._call.partials = self._partials.data_ptr()
 
 
 def make_compiled(storage: KvStorage, block_size: int) -> CompiledAttention | None:

@@ -15,29 +15,11 @@
 #define SUBTILE 64        /* query rows whose scores are held at once */
 #define TILE 128          /* query rows of a work item */
 #define KEYS 64           /* keys of a block */
-#define SPLIT 512         /* keys of a work item of a single token */
+#define SPLIT 256         /* keys of a work item of a single token */
 #define MAX_HEAD 256
 #define MAX_WIDTH MAX_HEAD
 #define LOWEST -1e20f     /* the maximum of a row that saw nothing yet */
 #define MASKED -1e30f     /* far below it, and finite: its weight is exactly 0 */
-
-struct attention {
-    const bf16 *queries;          /* [tokens, H, D] */
-    bf16 *out;                    /* the same */
-    const bf16 *keys, *values;    /* pages of this layer */
-    const int32_t *query_starts;  /* [chunks + 1] */
-    const int32_t *context_lens;  /* [chunks] */
-    const int32_t *blocks;        /* of all chunks, one after another */
-    const int32_t *block_starts;  /* [chunks + 1] */
-    const float *sinks;           /* [H], or NULL */
-    float *partials;              /* of single tokens: [penstock_num_partials] */
-    void *workspace;              /* [threads, penstock_workspace_bytes] */
-    parallel_t parallel;
-    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size;
-    int32_t window;               /* 0: none */
-    float scale, softcap;         /* softcap 0: none */
-    int32_t num_threads;
-};
 
 struct scratch {
     uint32_t queries[TILE / SUBTILE][MAX_HEAD / 2][SUBTILE]; /* pairs of dimensions, a row per lane */
@@ -364,9 +346,10 @@ INLINE __m512 score_one(const struct scratch *w, const bf16 *query, int head_siz
 }
 
 /* Scores of a block become weights, for one query head of a single token; a key per lane. */
-static void weigh_one(const struct attention *a, struct scratch *w, const bf16 *query, int row, int first_key, int count,
-                      int lowest)
+static void weigh_one(const struct attention *a, struct scratch *w, const bf16 *query, int of_head, int in_group,
+                      int first_key, int count, int lowest)
 {
+    int row = of_head + in_group;
     float factor = a->softcap > 0 ? LOG2E : a->scale * LOG2E;
     __m512 scores[KEYS / LANES], found = _mm512_set1_ps(MASKED), total = _mm512_setzero_ps();
     for (int i = 0; i < KEYS / LANES; i++) {
@@ -381,27 +364,28 @@ static void weigh_one(const struct attention *a, struct scratch *w, const bf16 *
     }
     float before = w->highest[row], highest = _mm512_reduce_max_ps(found) * factor;
     highest = highest > before ? highest : before;
-    uint32_t *weights = w->weights[0] + row * (KEYS / 2);
+    uint32_t *weights = w->weights[0] + in_group * (KEYS / 2);
     for (int i = 0; i < KEYS / LANES; i += 2) {
         __m512 one = exp2_ps(_mm512_fmsub_ps(scores[i], _mm512_set1_ps(factor), _mm512_set1_ps(highest)));
         __m512 two = exp2_ps(_mm512_fmsub_ps(scores[i + 1], _mm512_set1_ps(factor), _mm512_set1_ps(highest)));
         total = _mm512_add_ps(total, _mm512_add_ps(one, two));
         _mm512_store_si512(weights + i / 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(two, one));
     }
-    w->fading[row] = power_of_2(before - highest);
-    w->totals[row] = w->totals[row] * w->fading[row] + _mm512_reduce_add_ps(total);
+    w->fading[in_group] = power_of_2(before - highest);
+    w->totals[row] = w->totals[row] * w->fading[in_group] + _mm512_reduce_add_ps(total);
     w->highest[row] = highest;
 }
 
 /* Adds the weighted values of a block to `num_rows` rows, which is a constant where this is inlined. */
-INLINE void sum_values_of(struct scratch *w, int first_row, int head_size, int count, const int num_rows)
+INLINE void sum_values_of(struct scratch *w, int of_head, int first_row, int head_size, int count, const int num_rows)
 {
     int width = padded(head_size);
+    float *all_sums = w->sums + (size_t)of_head * width;
     for (int dim = 0; dim < head_size; dim += 32) {
         __m512 sums[2 * 4];
         for (int r = 0; r < num_rows; r++)
             for (int l = 0; l < 2; l++)
-                sums[2 * r + l] = _mm512_mul_ps(_mm512_load_ps(w->sums + (first_row + r) * width + dim + l * LANES),
+                sums[2 * r + l] = _mm512_mul_ps(_mm512_load_ps(all_sums + (first_row + r) * width + dim + l * LANES),
                                                 _mm512_set1_ps(w->fading[first_row + r]));
         for (int key = 0; key < count; key += 2) {
             __m512i one = load_32(w->value_rows[key] + dim, head_size - dim);
@@ -415,18 +399,18 @@ INLINE void sum_values_of(struct scratch *w, int first_row, int head_size, int c
         }
         for (int r = 0; r < num_rows; r++)
             for (int l = 0; l < 2; l++)
-                _mm512_store_ps(w->sums + (first_row + r) * width + dim + l * LANES, sums[2 * r + l]);
+                _mm512_store_ps(all_sums + (first_row + r) * width + dim + l * LANES, sums[2 * r + l]);
     }
 }
 
-static void sum_all_values_of(struct scratch *w, int num_rows, int head_size, int count)
+static void sum_all_values_of(struct scratch *w, int of_head, int num_rows, int head_size, int count)
 {
     for (int row = 0; row < num_rows; row += 4)
         switch (smaller(4, num_rows - row)) {
-        case 1: sum_values_of(w, row, head_size, count, 1); break;
-        case 2: sum_values_of(w, row, head_size, count, 2); break;
-        case 3: sum_values_of(w, row, head_size, count, 3); break;
-        default: sum_values_of(w, row, head_size, count, 4);
+        case 1: sum_values_of(w, of_head, row, head_size, count, 1); break;
+        case 2: sum_values_of(w, of_head, row, head_size, count, 2); break;
+        case 3: sum_values_of(w, of_head, row, head_size, count, 3); break;
+        default: sum_values_of(w, of_head, row, head_size, count, 4);
         }
 }
 
@@ -440,26 +424,31 @@ static struct splits splits_of(const struct attention *a, int chunk)
 
 INLINE int partial_size(const struct attention *a) { return padded(a->head_size) + LANES; }
 
-/* A single token over up to 512 keys; sums, maximum and total of each query head go to `partials`, [H, splits, ...]. */
-static void attend_split(const struct attention *a, struct scratch *w, int chunk, int split, int kv_head, float *partials)
+/* A single token over up to 256 keys. All key-value heads of a block of keys come before the next block, so that pages
+ * are read in their order. Sums, maximum and total of each query head go to `partials`, [H, splits, ...]. */
+static void attend_split(const struct attention *a, struct scratch *w, int chunk, int split, int first_head, int end_head,
+                         float *partials)
 {
-    int group = a->num_heads / a->num_kv_heads, width = padded(a->head_size);
+    int group = a->num_heads / a->num_kv_heads, width = padded(a->head_size), num_rows = (end_head - first_head) * group;
     struct splits splits = splits_of(a, chunk);
     int first = (splits.first + split) * SPLIT, end = smaller(first + SPLIT, a->context_lens[chunk]);
-    const bf16 *query = a->queries + ((size_t)a->query_starts[chunk] * a->num_heads + kv_head * group) * a->head_size;
-    memset(w->sums, 0, sizeof(float) * group * width);
-    for (int row = 0; row < group; row++)
+    const bf16 *query = a->queries + ((size_t)a->query_starts[chunk] * a->num_heads + first_head * group) * a->head_size;
+    memset(w->sums, 0, sizeof(float) * num_rows * width);
+    for (int row = 0; row < num_rows; row++)
         w->highest[row] = LOWEST, w->totals[row] = 0;
     for (int key = larger(first, splits.lowest / KEYS * KEYS); key < end; key += KEYS) {
         int count = smaller(KEYS, end - key);
-        locate(a, chunk, kv_head, key, count, w);
-        fetch_ahead(a, chunk, kv_head, key + KEYS, smaller(key + 2 * KEYS, end));
-        for (int row = 0; row < group; row++)
-            weigh_one(a, w, query + row * a->head_size, row, key, count, splits.lowest);
-        sum_all_values_of(w, group, a->head_size, count);
+        for (int kv_head = first_head; kv_head < end_head; kv_head++) {
+            int of_head = (kv_head - first_head) * group;
+            locate(a, chunk, kv_head, key, count, w);
+            fetch_ahead(a, chunk, kv_head, key + KEYS, smaller(key + 2 * KEYS, end));
+            for (int row = 0; row < group; row++)
+                weigh_one(a, w, query + (of_head + row) * a->head_size, of_head, row, key, count, splits.lowest);
+            sum_all_values_of(w, of_head, group, a->head_size, count);
+        }
     }
-    for (int row = 0; row < group; row++) {
-        float *to = partials + ((size_t)(kv_head * group + row) * splits.count + split) * partial_size(a);
+    for (int row = 0; row < num_rows; row++) {
+        float *to = partials + ((size_t)(first_head * group + row) * splits.count + split) * partial_size(a);
         memcpy(to, w->sums + row * width, sizeof(float) * width);
         to[width] = w->highest[row], to[width + 1] = w->totals[row];
     }
@@ -495,12 +484,27 @@ static int tile_rows_of(const struct attention *a, int chunk)
     return tile;
 }
 
-/* Work items of a chunk for each key-value head. */
+/* Key-value heads of a work item: of a single token all, as far as their rows can be held, else one. */
+static int heads_of_item(const struct attention *a, int chunk)
+{
+    int most = larger(1, TILE / (a->num_heads / a->num_kv_heads));
+    return num_tokens_of(a, chunk) == 1 ? smaller(a->num_kv_heads, most) : 1;
+}
+
+static int head_parts(const struct attention *a, int chunk)
+{
+    int heads = heads_of_item(a, chunk);
+    return (a->num_kv_heads + heads - 1) / heads;
+}
+
+/* Work items of a chunk for each of its parts of the heads. */
 static int num_parts(const struct attention *a, int chunk)
 {
     int rows = num_tokens_of(a, chunk) * (a->num_heads / a->num_kv_heads), tile = tile_rows_of(a, chunk);
     return num_tokens_of(a, chunk) == 1 ? splits_of(a, chunk).count : (rows + tile - 1) / tile;
 }
+
+static int num_items_of(const struct attention *a, int chunk) { return num_parts(a, chunk) * head_parts(a, chunk); }
 
 static size_t partials_of(const struct attention *a, int chunk)
 {
@@ -519,13 +523,14 @@ static void run_item(const struct attention *a, struct scratch *w, int item)
 {
     float *partials = a->partials;
     int chunk = 0;
-    for (; item >= num_parts(a, chunk) * a->num_kv_heads; chunk++) {
-        item -= num_parts(a, chunk) * a->num_kv_heads;
+    for (; item >= num_items_of(a, chunk); chunk++) {
+        item -= num_items_of(a, chunk);
         partials += partials_of(a, chunk);
     }
-    int part = item / a->num_kv_heads, kv_head = item % a->num_kv_heads, tile = tile_rows_of(a, chunk);
+    int heads = heads_of_item(a, chunk), tile = tile_rows_of(a, chunk);
+    int part = item / head_parts(a, chunk), kv_head = item % head_parts(a, chunk) * heads;
     if (num_tokens_of(a, chunk) == 1)
-        attend_split(a, w, chunk, part, kv_head, partials);
+        attend_split(a, w, chunk, part, kv_head, smaller(kv_head + heads, a->num_kv_heads), partials);
     else /* the last rows see the most keys: they come first, so that threads end together */
         attend_tile(a, w, chunk, (num_parts(a, chunk) - 1 - part) * tile, tile, kv_head);
 }
@@ -543,7 +548,7 @@ void penstock_attend(const struct attention *a)
 {
     struct job job = {.of = a};
     for (int chunk = 0; chunk < a->num_chunks; chunk++)
-        job.num_items += num_parts(a, chunk) * a->num_kv_heads;
+        job.num_items += num_items_of(a, chunk);
     int num_threads = smaller(a->num_threads, job.num_items);
     if (num_threads > 1)
         a->parallel(run_items, &job, num_threads, 0);
@@ -555,21 +560,6 @@ void penstock_attend(const struct attention *a)
             for (int head = 0; head < a->num_heads; head++, partials += splits_of(a, chunk).count * partial_size(a))
                 merge_splits(a, chunk, head, partials);
 }
-
-struct heads {
-    const bf16 *first;
-    int64_t row_stride, head_stride;
-};
-
-struct store {
-    struct heads queries, keys, values;
-    bf16 *rotated;              /* [tokens, H, D] */
-    bf16 *key_pages, *value_pages;
-    const bf16 *cosines, *sines; /* [tokens, half], or NULL: nothing is rotated */
-    const int32_t *query_starts, *context_lens, *blocks, *block_starts;
-    parallel_t parallel;
-    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size, half, num_threads;
-};
 
 /* One head: pairs of dimensions `half` apart are turned, those past them copied. */
 INLINE void rotate(bf16 *to, const bf16 *from, const bf16 *cosines, const bf16 *sines, int half, int head_size)

@@ -4,13 +4,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "cpu_calls.h"
+
 #define LANES 16 /* floats of a register */
 #define LOG2E 1.44269504088896f
 #define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
-/* GOMP_parallel of the OpenMP library that torch uses. */
-typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE int larger(int a, int b) { return a > b ? a : b; }
@@ -116,17 +114,6 @@ static inline void share_rows(void (*run)(const void *, int, int), const void *o
     else
         run(of, 0, count);
 }
-
-struct product {
-    const bf16 *rows;       /* [rows, inputs] */
-    const bf16 *weight;     /* [outputs, inputs]; of packed codes, their blocks */
-    const bf16 *bias;       /* [outputs], or NULL */
-    bf16 *out;              /* [rows, outputs] */
-    float *wide;            /* the same, in place of `out` where it is not NULL */
-    void *workspace;        /* [threads, penstock_product_bytes], of many rows; sums of groups, of packed codes */
-    parallel_t parallel;
-    int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is in `out` */
-};
 
 /* Up to 16 neighbouring outputs of one row. */
 INLINE void write_values(const struct product *p, __m512 values, int row, int output, int count)

@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +19,16 @@ from penstock.bench.peers import AS_STORED, Reader, ReaderSettings, peer_setting
 from penstock.bench.prompts import seeded_prompt
 from penstock.document import Document
 from penstock.models.files import resolve
+from penstock.models.packing import Packing, matrix_bytes, packing_of, stored_formats
+from penstock.models.projections import Projection, layer_projections, outer_projection
+from penstock.models.spec import decoder_spec
 from penstock.plan.machine import num_physical_cores
 
 PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3")
 NUM_WRITTEN = 32
+NUM_WARMING = 48
 CHUNK_SIZES = (256, 512, 1024, 2048)
-OURS: dict[str, dict[str, Any]] = {"penstock bfloat16": {"dtype": "bfloat16"}, "penstock packed": {}}
+OURS: dict[str, dict[str, Any]] = {"penstock bfloat16": {"dtype": "bfloat16"}, "penstock packed": {"quantize": "keep"}}
 THEIRS: dict[str, Any] = {
     "dtypes": ("bfloat16", "float32"),
     "chunk_sizes": (0,),
@@ -57,6 +61,7 @@ class Row(Document):
     who: str
     tokens_per_s: float
     samples: list[float]
+    share_of_limit: float | None = None  # of products where it reads, of memory where it writes; None: not known
 
 
 class MemoryRow(Document):
@@ -100,7 +105,9 @@ class CpuSettings:
 
     def own(self, context: int | None = None) -> list[ReaderSettings]:
         shared: dict[str, Any] = {"model": self.model, "threads": self.threads, "context": context}
-        return [ReaderSettings(name=name, **shared, **more) for name, more in OURS.items()]
+        is_quantized = bool(stored_formats(resolve(self.model)))
+        ways = {name: more for name, more in OURS.items() if is_quantized or more.get("quantize") != "keep"}
+        return [ReaderSettings(name=name, **shared, **more) for name, more in ways.items()]
 
     def readers(self, context: int) -> list[ReaderSettings]:
         theirs = peer_settings(self.peers, self.model, context=context, threads=self.threads, **THEIRS)
@@ -162,9 +169,13 @@ def make_random_model(config: dict[str, Any], folder: str) -> None:
 
 
 @contextmanager
-def _together(readers: list[ReaderSettings]) -> Generator[list[Reader]]:
+def _together(settings: list[ReaderSettings]) -> Generator[list[Reader]]:
+    """Each has read and written a little before it is measured."""
     with ExitStack() as stack:
-        yield [stack.enter_context(Reader(settings)) for settings in readers]
+        readers = [stack.enter_context(Reader(one)) for one in settings]
+        for reader in readers:
+            reader.read(_prompt(reader, NUM_WARMING, 0), 4)
+        yield readers
 
 
 def _prompt(reader: Reader, length: int, seed: int) -> list[int]:
@@ -190,13 +201,10 @@ def _writes_together(reader: Reader, context: int, num_streams: int) -> Callable
 def _in_turns(
     settings: CpuSettings, part: str, what: str, num_tokens: int, asks: dict[str, Callable[[int], float]]
 ) -> list[Row]:
-    """One round of everybody first, which is not counted."""
     samples: dict[str, list[float]] = {name: [] for name in asks}
-    for repeat in range(settings.repeats + 1):
+    for repeat in range(settings.repeats):
         for name, ask in asks.items():
-            seconds = ask(repeat)
-            if repeat:
-                samples[name].append(num_tokens / seconds)
+            samples[name].append(num_tokens / ask(repeat))
     rows = [
         Row(part=part, what=what, who=name, tokens_per_s=statistics.median(found), samples=found)
         for name, found in samples.items()
@@ -206,30 +214,82 @@ def _in_turns(
     return rows
 
 
+def _by_length(
+    settings: CpuSettings,
+    report: CpuReport,
+    part: str,
+    lengths: Sequence[int],
+    ask: Callable[[Reader, int], tuple[int, Callable[[int], float]]],
+) -> None:
+    """The shortest prompt is given to all; longer ones to the fastest way of each program so far."""
+    with _together(settings.readers(max(lengths) + 64)) as readers:
+        for length in sorted(lengths):
+            asks = {reader.settings.name: ask(reader, length) for reader in readers}
+            num_tokens = next(iter(asks.values()))[0]
+            rows = _in_turns(settings, part, f"{length} tokens", num_tokens, {k: v for k, (_, v) in asks.items()})
+            report.rows.extend(_with_share(settings, row, report.limits) for row in rows)
+            kept = fastest_ways(rows, {reader.settings.name: reader.settings.reader for reader in readers})
+            readers = [reader for reader in readers if reader.settings.name in kept]
+
+
+def fastest_ways(rows: list[Row], programs: Mapping[str, str]) -> set[str]:
+    """The names of the rows that are the fastest of their program."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        before = best.get(programs[row.who])
+        if before is None or row.tokens_per_s > before.tokens_per_s:
+            best[programs[row.who]] = row
+    return {row.who for row in best.values()}
+
+
+def _with_share(settings: CpuSettings, row: Row, limits: Limits) -> Row:
+    """Of our own: the products of a prompt's layers, or the weights that each token has to read, by the limit."""
+    if row.who not in OURS:
+        return row
+    files = resolve(settings.model)
+    spec = decoder_spec(files.config)
+    layers = [matrix for index in range(spec.num_layers) for matrix in layer_projections(spec, index).values()]
+    if row.part == "reading":
+        flops = 2 * sum(matrix.num_outputs * matrix.num_inputs for matrix in layers)
+        share = row.tokens_per_s * flops / (limits.product_gflops * 1e9)
+    else:
+        head = outer_projection(spec, "embeddings" if spec.has_tied_embeddings else "head")
+        packing = packing_of(files, OURS[row.who].get("quantize", "none"))
+        share = row.tokens_per_s * sum(_bytes(matrix, packing) for matrix in (*layers, head))
+        share /= limits.read_gb_per_s * 1e9
+    return row.model_copy(update={"share_of_limit": share})
+
+
+def _bytes(matrix: Projection, packing: Packing | None) -> int:
+    packed = None if packing is None else packing.format(matrix)
+    if packed is None:
+        return 2 * matrix.num_outputs * matrix.num_inputs
+    return matrix_bytes(packed, matrix.num_outputs, matrix.num_inputs)
+
+
 def _reading(settings: CpuSettings, report: CpuReport) -> None:
-    with _together(settings.readers(max(settings.lengths) + 64)) as readers:
-        for length in settings.lengths:
-            asks = {reader.settings.name: _reads(reader, length) for reader in readers}
-            report.rows.extend(_in_turns(settings, "reading", f"{length} tokens", length, asks))
+    _by_length(settings, report, "reading", settings.lengths, lambda reader, length: (length, _reads(reader, length)))
+
+
+def _writing(settings: CpuSettings, report: CpuReport) -> None:
+    """After prompts of at most 8,192 tokens, whose reading is not counted."""
+    contexts = [min(length, 8192) for length in settings.lengths]
+    _by_length(
+        settings,
+        report,
+        "writing",
+        sorted(set(contexts)),
+        lambda reader, context: (NUM_WRITTEN, _writes(reader, context)),
+    )
 
 
 def _chunks(settings: CpuSettings, report: CpuReport) -> None:
     length = min(8192, max(settings.lengths))
-    with _together(settings.own(length + 64)) as readers:
+    with _together(settings.own(length + 64)[:1]) as (reader,):
         asks = {
-            f"{reader.settings.name}, chunk {size}": _reads(reader, length, chunk_size=size)
-            for reader in readers
-            for size in CHUNK_SIZES
+            f"{reader.settings.name}, chunk {size}": _reads(reader, length, chunk_size=size) for size in CHUNK_SIZES
         }
         report.rows.extend(_in_turns(settings, "chunks", f"{length} tokens", length, asks))
-
-
-def _writing(settings: CpuSettings, report: CpuReport) -> None:
-    contexts = [length for length in settings.lengths if length <= 8192]
-    with _together(settings.readers(max(contexts) + 512)) as readers:
-        for context in contexts:
-            asks = {reader.settings.name: _writes(reader, context) for reader in readers}
-            report.rows.extend(_in_turns(settings, "writing", f"at {context}", NUM_WRITTEN, asks))
 
 
 def _streams(settings: CpuSettings, report: CpuReport) -> None:

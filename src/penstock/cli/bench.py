@@ -175,7 +175,7 @@ def cpu(
     peers: Peers = "",
     llama_python: LlamaPython = None,
     only: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CPU_PARTS)}; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds after one that is not counted.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each goes through all.")] = 3,
     length: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")] = None,
     threads: Threads = None,
     json: Json = False,

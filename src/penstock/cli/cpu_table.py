@@ -33,12 +33,13 @@ def _speeds(report: CpuReport) -> Table:
     table = Table(title_justify="left")
     for name in ("part", "what", "who"):
         table.add_column(name)
-    for name in ("tok/s", "x transformers", "x llama.cpp", "x our best"):
+    for name in ("tok/s", "x transformers", "x llama.cpp", "x our best", "of the limit"):
         table.add_column(name, justify="right")
     for row in report.rows:
         beside = [other for other in report.rows if (other.part, other.what) == (row.part, row.what)]
         ratios = [_ratio(row, beside, who) for who in ("transformers", "llama.cpp", "penstock")]
-        table.add_row(row.part, row.what, row.who, f"{row.tokens_per_s:,.1f}", *ratios)
+        share = "" if row.share_of_limit is None else f"{row.share_of_limit:.0%}"
+        table.add_row(row.part, row.what, row.who, f"{row.tokens_per_s:,.1f}", *ratios, share)
     return table
 
 

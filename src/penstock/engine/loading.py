@@ -42,6 +42,7 @@ from penstock.lanes.native import NativeTextLane
 from penstock.lanes.pieces import MOST_TOKENS, StepPieces
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
+from penstock.models.cpu_steps import compiled_steps
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.generic_spec import GenericSpec
@@ -259,9 +260,9 @@ def native_lane(
     max_context, _ = context_limit(config, spec.max_context)
     graphs, pieces = recorded_steps(decoder, attention, max_running=config.max_running, max_context=max_context)
     states = state_storage(spec, memory, torch_dtype, device)
-    return NativeTextLane(
-        decoder, attention, shape=memory.shape, facts=facts, graphs=graphs, pieces=pieces, states=states
-    )
+    steps = compiled_steps(decoder, attention)
+    ways = {"graphs": graphs, "pieces": pieces, "steps": steps}
+    return NativeTextLane(decoder, attention, shape=memory.shape, facts=facts, **ways, states=states)
 
 
 def state_storage(

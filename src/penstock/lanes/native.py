@@ -9,6 +9,7 @@ from penstock.cache.storage import StateStorage
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.pieces import StepPieces
+from penstock.models.cpu_steps import CompiledSteps
 from penstock.models.decoder import Decoder
 from penstock.plan.memory import ModelShape
 
@@ -23,6 +24,7 @@ class NativeTextLane:
         facts: LaneFacts,
         graphs: DecodeGraphs | None = None,  # None: every step is launched kernel by kernel
         pieces: StepPieces | None = None,
+        steps: CompiledSteps | None = None,  # None: every step runs layer by layer
         states: StateStorage | None = None,  # None: the model has no recurrent state
     ) -> None:
         self.decoder = decoder
@@ -31,6 +33,7 @@ class NativeTextLane:
         self.facts = facts
         self.graphs = graphs
         self.pieces = pieces
+        self.steps = steps
         self.states = states
 
     @torch.inference_mode()
@@ -39,6 +42,8 @@ class NativeTextLane:
             hidden_TM = self.graphs.forward(inputs)
         elif self.pieces is not None and self.pieces.fits(inputs):
             hidden_TM = self.pieces.forward(inputs)
+        elif self.steps is not None and self.steps.fits(inputs):
+            hidden_TM = self.steps.forward(inputs)
         else:
             hidden_TM = self._forward(inputs)
         if inputs.take_hidden is not None:

@@ -1,16 +1,6 @@
 /* Norms and gated activations in bfloat16, each in one pass over memory. */
 #include "cpu_vectors.h"
 
-struct norm {
-    const bf16 *from;             /* [outer, inner, width] */
-    int64_t outer_stride, inner_stride;
-    bf16 *to;                     /* the same, without gaps */
-    const float *weight;          /* [width] */
-    parallel_t parallel;
-    int32_t num_outer, num_inner, width, num_threads;
-    float eps;
-};
-
 static void norm_row(const struct norm *n, const bf16 *from, bf16 *to)
 {
     __m512 squares = _mm512_setzero_ps();
@@ -41,13 +31,6 @@ void penstock_rms_norm(const struct norm *n)
     size_t row_bytes = sizeof(bf16) * n->num_inner * n->width;
     share_rows(norm_rows, n, n->num_outer, row_bytes, n->parallel, n->num_threads);
 }
-
-struct gate {
-    const bf16 *gate_up;          /* [rows, 2 * width] */
-    bf16 *to;                     /* [rows, width] */
-    parallel_t parallel;
-    int32_t num_rows, width, is_gelu, num_threads;
-};
 
 /* x times the sigmoid of x; for gelu, of its polynomial in place of the tanh. */
 INLINE __m512 activated(__m512 x, int is_gelu)

@@ -23,8 +23,8 @@ LONG, LONGEST = 1024, 4096  # inputs
 _of_thread = threading.local()
 
 
-class _Norm(ctypes.Structure):
-    """`struct norm` of cpu_layers.c."""
+class NormCall(ctypes.Structure):
+    """`struct norm` of cpu_calls.h."""
 
     _fields_ = [
         ("input", ctypes.c_void_p),
@@ -38,8 +38,8 @@ class _Norm(ctypes.Structure):
     ]
 
 
-class _Gate(ctypes.Structure):
-    """`struct gate` of cpu_layers.c."""
+class GateCall(ctypes.Structure):
+    """`struct gate` of cpu_calls.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("gate_up", "output", "parallel")],
@@ -47,8 +47,8 @@ class _Gate(ctypes.Structure):
     ]
 
 
-class _Product(ctypes.Structure):
-    """`struct product` of cpu_products.c."""
+class ProductCall(ctypes.Structure):
+    """`struct product` of cpu_calls.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace", "parallel")],
@@ -70,7 +70,7 @@ def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor | PackedMatr
     return kernels_for(x_TI) if is_ours else None
 
 
-def _workspace(kernels: CKernels, num_threads: int) -> torch.Tensor:
+def product_workspace(kernels: CKernels, num_threads: int) -> torch.Tensor:
     """Kept for the Python thread that calls, since steps of two engines may run at once; resident where it was used."""
     kernels.library.penstock_product_bytes.restype = ctypes.c_int64
     num_bytes = num_threads * kernels.library.penstock_product_bytes()
@@ -90,7 +90,7 @@ def rms_norm(kernels: CKernels, x: torch.Tensor, weight_D: torch.Tensor, eps: fl
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
-    call = _Norm(
+    call = NormCall(
         input=x.data_ptr(),
         outer_stride=x.stride(0),
         inner_stride=x.stride(1) if x.dim() == 3 else 0,
@@ -111,7 +111,7 @@ def gated_activation(kernels: CKernels, gate_up_TF: torch.Tensor, kind: str) -> 
     gate_up_TF = gate_up_TF.contiguous()
     num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     out_TF = torch.empty(num_rows, width, dtype=gate_up_TF.dtype)
-    call = _Gate(
+    call = GateCall(
         gate_up=gate_up_TF.data_ptr(),
         output=out_TF.data_ptr(),
         parallel=kernels.parallel,
@@ -143,8 +143,8 @@ def multiply(
         group_sums = torch.empty(num_rows * (num_inputs // GROUP))
         workspace = group_sums.data_ptr()
     else:
-        workspace = None if has_few_rows else _workspace(kernels, num_threads).data_ptr()
-    call = _Product(
+        workspace = None if has_few_rows else product_workspace(kernels, num_threads).data_ptr()
+    call = ProductCall(
         rows=x_TI.data_ptr(),
         weight=weight_OI.bytes.data_ptr() if is_packed else weight_OI.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),

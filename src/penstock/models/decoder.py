@@ -77,11 +77,8 @@ class Decoder:
 
         It keeps keys and values; `states` keeps what recurrent layers carry.
         """
-        rotations = {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
-        hidden_TM = self._embedded(inputs.ids_T)
-        if self.spec.embedding_scale is not None:
-            # The factor is rounded to the model's dtype, as the reference does.
-            hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
+        rotations = self.rotations(inputs)
+        hidden_TM = self.embedded(inputs.ids_T)
         if inputs.media is not None:
             hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(self.dtype)
         for index, layer in enumerate(self.layers):
@@ -98,10 +95,18 @@ class Decoder:
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
 
-    def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embeddings_VM, PackedMatrix):
-            return self.embeddings_VM.rows(ids_T, self.dtype)
-        return self.embeddings_VM[ids_T]
+            hidden_TM = self.embeddings_VM.rows(ids_T, self.dtype)
+        else:
+            hidden_TM = self.embeddings_VM[ids_T]
+        if self.spec.embedding_scale is not None:
+            # The factor is rounded to the model's dtype, as the reference does.
+            hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
+        return hidden_TM
+
+    def rotations(self, inputs: ForwardInputs) -> dict[str, Rotation]:
+        return {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
