@@ -49,7 +49,8 @@ from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
 
 Event = PrefillProgress | Token | Failed | Finished
-GPU_MULTIPLE = 64  # tokens of a step that a latency target cuts
+# Tokens of a step that a latency target cuts: a GPU's kernels are chosen by the size, a CPU's take 32 rows together.
+GPU_MULTIPLE, CPU_MULTIPLE = 64, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class Engine:
                 ceiling=config.most_prompt_tokens,
                 floor=config.floor,
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
-                multiple=GPU_MULTIPLE if model.device.type == "cuda" else 1,
+                multiple=GPU_MULTIPLE if model.device.type == "cuda" else CPU_MULTIPLE,
             ),
             pool=pool,
             prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
