@@ -44,7 +44,7 @@ from penstock.request import (
     Token,
 )
 from penstock.schedule.budget import TokenBudget
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
 
@@ -324,7 +324,7 @@ class Engine:
         self._encode_images()
         self._feed_prompts()
         budget, most, num_adjustments = self.scheduler.budget, self.scheduler.budget.most, len(self.adjustments)
-        while (plan := self.scheduler.next_step()) is not None:
+        while (plan := self._next_plan()) is not None:
             started_at = time.perf_counter()
             try:
                 logits = self._begin(plan)
@@ -339,6 +339,18 @@ class Engine:
                 return True
             self._held.give_back()  # not before the error is gone, which holds what the step had made
         return False
+
+    def _next_plan(self) -> StepPlan | None:
+        """Without whoever may not go on under --strict: nobody else is to suffer from that."""
+        while True:
+            try:
+                return self.scheduler.next_step()
+            except ChunkRefused as refusal:
+                self.fail(refusal.sequence_id, refusal.error)
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.config.strict and self.config.chunk_size is not None
 
     def _begin(self, plan: StepPlan) -> StepLogits:
         if self.on_plan is not None:
@@ -357,15 +369,20 @@ class Engine:
                     self._expect_media(chunk.sequence_id)
 
     def _halve(self, plan: StepPlan) -> bool:
-        """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help."""
+        """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help.
+
+        Under --strict the prompts of the step are ended instead, and nobody else.
+        """
         budget = self.scheduler.budget
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.is_prompt)
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prompt]
+        num_tokens = sum(chunk.num_tokens for chunk in prompts)
         if num_tokens < 2 or self.lane.reads_whole or (budget.most and num_tokens > budget.most):
             return False
-        if self.config.strict and self.config.chunk_size is not None:
-            raise InvalidSetting(
-                f"--strict: a step with {num_tokens} prompt tokens did not fit into the memory. Lower --chunk-size."
-            )
+        if self._is_strict:
+            refusal = f"--strict: a step with {num_tokens} prompt tokens did not fit into the memory."
+            for chunk in prompts:
+                self.fail(chunk.sequence_id, InvalidSetting(f"{refusal} Lower --chunk-size."))
+            return True
         budget.most = num_tokens // 2
         self.adjustments.append(
             f"at most {budget.most} prompt tokens in a step from now on: {num_tokens} did not fit into the memory"
@@ -549,7 +566,7 @@ class Engine:
             capacity_tokens=self.model.num_blocks * self.config.block_size,
             state_slots=self._resident_states,
         )
-        if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
+        if allowed < wanted and self._is_strict:
             raise InvalidSetting(
                 f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "
                 "Raise --memory or lower --chunk-size."
