@@ -41,6 +41,8 @@ GPU_STEP_SIZES = (
     *range(2560, 4097, 512),
     *range(5120, 8193, 1024),
 )
+# And of a CPU's: its products take 32 rows together.
+CPU_STEP_SIZES = range(32, 2**20, 32)
 # Checkpoints of recurrent state that are kept lie at least this far apart; the newest of a sequence is kept besides.
 CHECKPOINT_TOKENS = 512
 

@@ -12,7 +12,7 @@ from tiny_models import VOCABULARY, prompt, reference_logits, save_tiny_model
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, InvalidSetting, MemoryTooSmall, PromptTooLong, UnknownLane
 from penstock.prompt.source import TextPart
-from penstock.request import Finished, PrefillProgress, Token
+from penstock.request import Failed, Finished, PrefillProgress, Token
 
 
 def words(tokens):
@@ -130,6 +130,23 @@ def test_strict_refuses_before_any_step(load):
         refusing.generate(prompt(900))
     assert refusing.scheduler._num_steps == 0
     assert len(adjusting.generate(prompt(900), max_tokens=1).chunks) > 2
+
+
+def test_a_strict_refusal_within_a_step_ends_only_the_request_that_it_refuses(load):
+    alone = load(chunk_size=512).generate(prompt(20), max_tokens=12, ignore_eos=True).token_ids
+    engine = load(chunk_size=512, strict=True)
+    answer = engine.submit(prompt(20), max_tokens=12, ignore_eos=True)
+    engine.step()
+    refused = engine.submit(prompt(900))
+    object.__setattr__(engine.model, "budget_bytes", engine.model.memory.peak_bytes(chunk=32, context=900))
+    events = []
+    while engine.scheduler.has_work:
+        events += engine.step()
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert failed.request_id == refused
+    assert str(failed.error).startswith("--strict: after 0 tokens the memory budget allows a chunk of")
+    outputs = {event.request_id: event.output for event in events if isinstance(event, Finished)}
+    assert outputs[answer].token_ids == alone
 
 
 def test_loading_again_measures_the_same_runtime(load):

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.engine import Engine
 from penstock.lanes.lane import GENERIC_TEXT
+from penstock.request import Failed, Finished
 
 SETTINGS = {"dtype": "float32", "threads": 1, "prefix_cache": False, "memory": "4GiB", "chunk_size": 2048}
 PROMPT = prompt(3000)
@@ -135,6 +136,23 @@ def test_every_lane_gives_the_same_answer_after_a_step_broke_in_the_middle(load_
     assert engine.generate(tokens, max_tokens=8, ignore_eos=True).token_ids == expected
     assert engine.scheduler.budget.most in (16, 32)
     assert len(engine.adjustments) == len(engine.model.adjustments) + 2
+
+
+def test_a_strict_refusal_of_a_step_that_did_not_fit_spares_the_answers_in_it(load_any):
+    alone = load_any("llama", chunk_size=64).generate(prompt(20), max_tokens=12, ignore_eos=True).token_ids
+    engine = load_any("llama", chunk_size=64, strict=True)
+    answer = engine.submit(prompt(20), max_tokens=12, ignore_eos=True)
+    engine.step()
+    refused = engine.submit(prompt(200))
+    failing(engine, lambda _, num_tokens: num_tokens > 64)
+    events = []
+    while engine.scheduler.has_work:
+        events += engine.step()
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert failed.request_id == refused
+    assert str(failed.error).startswith("--strict: a step with 64 prompt tokens did not fit")
+    outputs = {event.request_id: event.output for event in events if isinstance(event, Finished)}
+    assert outputs[answer].token_ids == alone
 
 
 def test_a_step_that_never_fits_leaves_no_limit_behind(load):

@@ -3,16 +3,22 @@
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import Request
+from tiny_models import prompt
 
 from penstock.config import EngineConfig
+from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import InvalidSetting
 from penstock.request import Chunk, StepPlan, StepResult
 from penstock.server.app import make_app
 from penstock.server.metrics import Metrics, Stalls
+from penstock.server.run import Choice, Run
+from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
 
 
@@ -145,3 +151,47 @@ def test_a_stream_that_gets_no_token_suffers_the_whole_step():
     )
     stalls.take_step(plan, StepResult(step=0, token_by_sequence={}, finished={}, elapsed_s=0.3, peak_bytes=0))
     assert stalls.leave(1) == (0.3, 0)
+
+
+def running(engine):
+    """The service of an engine that is loaded, and a request that it could have been sent."""
+    service = Service(ServerSettings(model="tiny"), EngineConfig())
+    engine.on_plan, engine.on_step = service.board.take_plan, service.metrics.take_step
+    service._engine = AsyncEngine(engine)
+    return service, Request({"type": "http", "state": {"request_id": "req-1", "arrived_at": time.perf_counter()}})
+
+
+CHOICE = Choice(prompt=prompt(100), settings={"max_tokens": 400, "ignore_eos": True}, num_prompt_tokens=100)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_request_whose_client_leaves_while_it_is_submitted_is_not_shown_for_ever(load, is_forced):
+    async def scenario():
+        service, request = running(load(chunk_size=16))
+        engine = service.engine
+        starting = asyncio.create_task(Run(service, request).start([CHOICE]))
+        for _ in range(2):  # until the submission is on its way
+            await asyncio.sleep(0)
+        deadline = time.perf_counter() + 30
+        while not service.board.num_running and time.perf_counter() < deadline:
+            time.sleep(0.01)  # the loop does not learn that it was taken
+        assert service.board.num_running == 1
+        starting.cancel()
+        closing = asyncio.create_task(engine.close(drain=not is_forced))
+        await asyncio.gather(starting, return_exceptions=True)
+        await closing
+        return service.board.num_running, service.board.num_waiting, service.metrics._stalls.caused_s
+
+    assert asyncio.run(scenario()) == (0, 0, {})
+
+
+def test_a_request_that_ends_after_the_engine_is_not_shown_for_ever(load):
+    async def scenario():
+        service, request = running(load(chunk_size=16))
+        run = Run(service, request)
+        await run.start([CHOICE])
+        await service.engine.close(drain=False)
+        run.close()
+        return service.board.num_running, service.board.num_waiting
+
+    assert asyncio.run(scenario()) == (0, 0)

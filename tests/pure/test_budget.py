@@ -100,7 +100,6 @@ def test_a_long_day_of_decodes_with_a_rare_chunk_keeps_the_fit():
         cost.observe(load, true_seconds(load) * generator.gauss(1, 0.02))
     mixed = StepLoad().with_decode(1000).with_chunk(500, 600)
     assert cost.predict(mixed) == pytest.approx(true_seconds(mixed), rel=0.15)
-    assert cost.relative_error < 0.05
 
 
 @given(st.integers(0, 500_000), st.integers(0, 64), st.floats(0.005, 0.5))
@@ -110,8 +109,7 @@ def test_the_allowance_is_the_most_that_stays_under_the_target(start, num_decode
     for _ in range(num_decodes):
         load = load.with_decode(2000)
     cost = StepCost(TRUTH)
-    cost.relative_error = 0.0
-    budget = TokenBudget(ceiling=8192, target_s=target, cost=cost)
+    budget = TokenBudget(ceiling=8192, target_s=target, cost=cost, lateness=1.0)
     allowed = budget.allowance(load, start, 1_000_000)
     assert 0 <= allowed <= 8192
     if allowed:
@@ -153,18 +151,6 @@ def test_what_was_measured_at_load_tells_of_longer_contexts_too():
             assert cost.predict(load) == pytest.approx(true_seconds(load), rel=0.1)
 
 
-def test_steps_that_tell_nothing_of_a_part_do_not_carry_it_away():
-    loads = [StepLoad().with_chunk(start, size) for start in (0, 16_384) for size in (2048, 512, 256)]
-    loads += [StepLoad(num_tokens=count, decode_contexts=count * 5000) for count in (1, 2, 4)]
-    cost = StepCost.fitted([(load, true_seconds(load)) for load in loads])
-    measured = list(cost.coefficients)
-    stuck = StepLoad(num_tokens=32, decode_contexts=70_000).with_chunk(50_000, 16)
-    for _ in range(2000):  # something else than their load holds them up
-        cost.observe(stuck, 10 * true_seconds(stuck))
-    scales = zip(cost.coefficients, measured, cost._scales, strict=True)
-    assert all(now <= max(8 * then, 0.1 * cost._unit_s / scale) * 1.001 for now, then, scale in scales)
-
-
 def test_without_a_target_the_ceiling_is_the_allowance():
     assert TokenBudget(ceiling=512).allowance(StepLoad(), 0, 10_000) == 512
     assert TokenBudget(ceiling=0).allowance(StepLoad(), 0, 10_000) == 10_000
@@ -189,3 +175,68 @@ def test_a_clock_that_stumbles_once_does_not_spoil_what_was_learnt(elapsed_s):
     for _ in range(50):
         cost.observe(usual, true_seconds(usual))
     assert cost.predict(usual) == pytest.approx(true_seconds(usual), rel=0.05)
+
+
+def calibrated(generator, slowed=(1.0,)):
+    """From a few steps, some of them slowed down by others."""
+    loads = [StepLoad().with_chunk(start, size) for start in (0, 1000, 4000) for size in (256, 32, 512, 64)]
+    loads += [StepLoad(num_tokens=count, decode_contexts=count * 1000) for count in (1, 4, 4)]
+    paces = [generator.choice(slowed) * generator.lognormvariate(0, 0.05) for _ in loads]
+    return StepCost.fitted([(load, true_seconds(load) * pace) for load, pace in zip(loads, paces, strict=True)])
+
+
+def step_times(budget, generator, *, prompt_tokens=20_000):
+    """Of a prompt beside a stream, on a machine that others slow down for some steps at a time."""
+    pace, start, times = 1.0, 0, []
+    while start < prompt_tokens:
+        if pace == 1.0 and generator.random() < 0.02:
+            pace = generator.uniform(1.2, 1.6)
+        elif pace > 1.0 and generator.random() < 0.12:
+            pace = 1.0
+        load = StepLoad().with_decode(1000)
+        load = load.with_chunk(start, max(16, budget.allowance(load, start, prompt_tokens - start)))
+        times.append(true_seconds(load) * pace * generator.lognormvariate(0, 0.05))
+        start += load.num_tokens - 1
+        budget.observe(load, times[-1])
+    return times
+
+
+def test_steps_on_a_machine_that_others_slow_down_stay_within_a_fifth_of_the_target():
+    times = []
+    for seed in range(30):
+        generator = random.Random(seed)
+        budget = TokenBudget(ceiling=8192, target_s=0.02, cost=calibrated(generator))
+        times += step_times(budget, generator)
+    times.sort()
+    assert times[int(0.99 * len(times))] < 1.2 * 0.02
+    assert sum(times) / len(times) > 0.8 * 0.02
+
+
+def test_one_late_step_is_answered_at_once_and_forgotten_slowly():
+    budget = TokenBudget(ceiling=8192, target_s=0.02, cost=StepCost(TRUTH), lateness=1.0)
+    usual = StepLoad().with_decode(1000).with_chunk(1000, 500)
+    before = budget.allowance(StepLoad(), 1000, 8192)
+    budget.observe(usual, 1.4 * true_seconds(usual))
+    after = budget.allowance(StepLoad(), 1000, 8192)
+    assert after < before / 1.3
+    for _ in range(100):
+        budget.observe(usual, true_seconds(usual))
+    assert budget.allowance(StepLoad(), 1000, 8192) > 0.95 * before
+
+
+def test_a_short_step_that_is_late_says_little_about_one_that_fills_the_target():
+    budget = TokenBudget(ceiling=8192, target_s=0.2, cost=StepCost(TRUTH), lateness=1.0)
+    short = StepLoad().with_decode(100)
+    budget.observe(short, 2 * true_seconds(short))
+    assert budget.lateness < 1.05
+
+
+def test_what_a_busy_machine_taught_at_first_is_unlearnt_within_a_few_steps():
+    for seed in range(20):
+        generator = random.Random(seed)
+        cost = calibrated(generator, slowed=(1.0, 1.5, 2.5))
+        for step in range(200):
+            load = StepLoad().with_decode(1000).with_chunk(63 * step, 63)
+            if step >= 20:
+                assert cost.predict(load) == pytest.approx(true_seconds(load), rel=0.1)
+            cost.observe(load, true_seconds(load))

@@ -10,7 +10,7 @@ from penstock.config import PrefillPriority
 from penstock.errors import InvalidSetting, PromptTooLong, QueueFull
 from penstock.request import Request, SamplingParams, Span, StepResult
 from penstock.schedule.budget import POLICIES, StepCost, TokenBudget
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 
 BLOCK = 4
 
@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.chunk_limit = refuse
         try:
             self.take_plan(run_step(self.scheduler, self.lengths, self.outputs, self.states))
-        except InvalidSetting:
+        except ChunkRefused:
             for sequence in self.scheduler.sequences.values():
                 assert (sequence.num_steps, sequence.num_pending) == (0, 0)
                 assert sequence.num_scheduled == sequence.num_computed
@@ -617,8 +617,8 @@ def test_interleaved_carries_every_decode_and_a_chunk_in_every_step():
 
 def test_interleaved_sizes_the_chunk_by_the_target_but_never_below_the_floor():
     cost = StepCost(COST)
-    cost.relative_error = 0.0
     scheduler, lengths, outputs = with_decodes(5, chunk_size=4096, target=0.02, cost=cost, floor=16)
+    scheduler.budget.lateness = 1.0
     scheduler.submit(make_request(10, range(50_000)))
     plans = [run_step(scheduler, lengths, outputs) for _ in range(60)]
     sizes = [num_tokens for _, num_tokens in shares(plans)]
@@ -642,10 +642,10 @@ def test_decode_priority_without_a_target_waits_for_the_decodes_up_to_its_bound(
 
 def test_decode_priority_gives_prompts_what_the_target_leaves_which_may_be_nothing():
     cost = StepCost(COST)
-    cost.relative_error = 0.0
     scheduler, lengths, outputs = with_decodes(
         4, priority=PrefillPriority.DECODE_PRIORITY, chunk_size=4096, target=0.02, cost=cost
     )
+    scheduler.budget.lateness = 1.0
     scheduler.submit(make_request(10, range(30_000)))
     assert shares([run_step(scheduler, lengths, outputs)])[0][1] > 500
     scheduler.budget.target_s = 0.0041

@@ -336,3 +336,18 @@ def test_ten_thousand_steps_are_summarized_in_five_seconds(tmp_path):
     summary = json.loads(shown.stdout)
     assert (summary["num_steps"], len(summary["slowest"])) == (10_000, 5)
     assert summary["gap_ms"]["max"] == 7
+
+
+def test_a_large_trace_is_made_in_small_pieces_that_are_the_document():
+    clock = Clock()
+    for request_id in range(2):
+        clock.arrive(request_id, 10)
+    for index in range(1000):
+        clock.run(*((i, 10 + index, 11 + index, 10) for i in range(2)), ms=1)
+    taken = clock.recorder.taken()
+    pieces = list(taken.pieces())
+    whole = b"".join(pieces)
+    assert Trace.model_validate_json(whole) == taken.document()
+    assert max(map(len, pieces)) < len(whole) / 10
+    empty = Clock().recorder.taken()
+    assert Trace.model_validate_json(b"".join(empty.pieces())) == empty.document()

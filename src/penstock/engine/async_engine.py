@@ -21,8 +21,9 @@ MOST_UNREAD, FEW_UNREAD = 256, 64
 class Follower:
     """Requests of one asker: their events on the way from the step thread to the task that reads them."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, on_lost: Callable[[int], None]) -> None:
         self._engine = engine
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._open: set[int] = set()
@@ -35,10 +36,17 @@ class Follower:
         try:
             request_id = await asyncio.shield(submission)
         except asyncio.CancelledError:
-            submission.add_done_callback(lambda done: None if done.exception() else self._engine.forget(done.result()))
+            submission.add_done_callback(self._lose)
             raise
         self._open.add(request_id)
         return request_id
+
+    def _lose(self, submission: asyncio.Future[int]) -> None:
+        if submission.cancelled() or submission.exception():
+            return
+        request_id = submission.result()
+        self._engine.forget(request_id)
+        self._engine.post(lambda: self._on_lost(request_id))
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """What happens next; None if nothing does in that time. A failure is raised."""
@@ -89,9 +97,12 @@ class AsyncEngine:
         """As `Engine.load`."""
         return cls(Engine.load(model, **settings))
 
-    def follower(self) -> Follower:
-        """To follow one request or several together; close it when done."""
-        return Follower(self)
+    def follower(self, on_lost: Callable[[int], None] = lambda _: None) -> Follower:
+        """To follow one request or several together; close it when done.
+
+        `on_lost` is called, by the step thread, with a request whose asker left while it was submitted.
+        """
+        return Follower(self, on_lost)
 
     async def stream(self, prompt: Prompt, **sampling: Any) -> AsyncIterator[Event]:
         """Progress, tokens and the end of one request. Leaving the iterator, or cancelling its task, cancels it."""
@@ -154,8 +165,14 @@ class AsyncEngine:
         self._call(forget)
 
     def post(self, function: Callable[[], Any]) -> None:
-        """Runs `function` between two steps, after everything that was asked before; nobody waits for it."""
-        self._call(function)
+        """Runs `function` between two steps, after everything that was asked before; at once when no step comes."""
+        with self._wakes:
+            is_over = self._is_over
+            if not is_over:
+                self._calls.append((function, Future()))
+                self._wakes.notify()
+        if is_over:
+            function()
 
     def resume(self, follower: Follower) -> None:
         """The follower has read most of what waited for it."""

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
-from penstock.config import DEFAULT_MODEL, GPU_STEP_SIZES, EngineConfig, PrefillPriority, load_config
+from penstock.config import CPU_STEP_SIZES, DEFAULT_MODEL, GPU_STEP_SIZES, EngineConfig, PrefillPriority, load_config
 from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
@@ -44,7 +44,7 @@ from penstock.request import (
     Token,
 )
 from penstock.schedule.budget import TokenBudget
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
 
@@ -94,7 +94,7 @@ class Engine:
                 ceiling=config.most_prompt_tokens,
                 floor=config.floor,
                 target_s=None if config.latency_target_ms is None else config.latency_target_ms / 1e3,
-                sizes=GPU_STEP_SIZES if model.device.type == "cuda" else (),
+                sizes=GPU_STEP_SIZES if model.device.type == "cuda" else CPU_STEP_SIZES,
             ),
             pool=pool,
             prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
@@ -322,7 +322,7 @@ class Engine:
         self._encode_images()
         self._feed_prompts()
         budget, most, num_adjustments = self.scheduler.budget, self.scheduler.budget.most, len(self.adjustments)
-        while (plan := self.scheduler.next_step()) is not None:
+        while (plan := self._next_plan()) is not None:
             started_at = time.perf_counter()
             try:
                 logits = self._begin(plan)
@@ -337,6 +337,18 @@ class Engine:
                 return True
             self._held.give_back()  # not before the error is gone, which holds what the step had made
         return False
+
+    def _next_plan(self) -> StepPlan | None:
+        """Without whoever may not go on under --strict: nobody else is to suffer from that."""
+        while True:
+            try:
+                return self.scheduler.next_step()
+            except ChunkRefused as refusal:
+                self.fail(refusal.sequence_id, refusal.error)
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.config.strict and self.config.chunk_size is not None
 
     def _begin(self, plan: StepPlan) -> StepLogits:
         if self.on_plan is not None:
@@ -355,15 +367,20 @@ class Engine:
                     self._expect_media(chunk.sequence_id)
 
     def _halve(self, plan: StepPlan) -> bool:
-        """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help."""
+        """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help.
+
+        Under --strict the prompts of the step are ended instead, and nobody else.
+        """
         budget = self.scheduler.budget
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.is_prompt)
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prompt]
+        num_tokens = sum(chunk.num_tokens for chunk in prompts)
         if num_tokens < 2 or self.lane.reads_whole or (budget.most and num_tokens > budget.most):
             return False
-        if self.config.strict and self.config.chunk_size is not None:
-            raise InvalidSetting(
-                f"--strict: a step with {num_tokens} prompt tokens did not fit into the memory. Lower --chunk-size."
-            )
+        if self._is_strict:
+            refusal = f"--strict: a step with {num_tokens} prompt tokens did not fit into the memory."
+            for chunk in prompts:
+                self.fail(chunk.sequence_id, InvalidSetting(f"{refusal} Lower --chunk-size."))
+            return True
         budget.most = num_tokens // 2
         self.adjustments.append(
             f"at most {budget.most} prompt tokens in a step from now on: {num_tokens} did not fit into the memory"
@@ -551,7 +568,7 @@ class Engine:
             capacity_tokens=self.model.num_blocks * self.config.block_size,
             state_slots=self._resident_states,
         )
-        if allowed < wanted and self.config.strict and self.config.chunk_size is not None:
+        if allowed < wanted and self._is_strict:
             raise InvalidSetting(
                 f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "
                 "Raise --memory or lower --chunk-size."

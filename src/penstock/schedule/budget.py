@@ -14,6 +14,10 @@ from penstock.request import Chunk
 # the chunk that ends such a row does not show in the 99th percentile of the gaps.
 LONGEST_PREFILL_WAIT = 128
 
+# How late steps are held to be before any was seen, and at most, relative to what was predicted; and how much of what
+# lies between a late step and a timely one is forgotten with each timely one.
+FIRST_LATENESS, MOST_LATENESS, LATENESS_FORGOTTEN = 1.2, 1.5, 0.03
+
 # A step that carries no decode may last this many targets: nobody has a gap, but a question may arrive.
 STRETCH_WITHOUT_DECODES = 4.0
 
@@ -107,7 +111,8 @@ LEAST_SQUARES_PASSES = 2000
 class StepCost:
     """Seconds of a step, linear in its load; fitted while steps run, by recursive least squares within bounds.
 
-    Errors count relative to the step's time: a step of 5 ms and one of 500 ms teach alike.
+    Errors count relative to the step's time: a step of 5 ms and one of 500 ms teach alike. What the last steps took
+    beside the fit, the pace, is known at once; the fit follows slowly.
     """
 
     # Recent steps count more: a machine's speed changes with its heat and its neighbours.
@@ -117,21 +122,18 @@ class StepCost:
     FIRST_UNCERTAINTY, MOST_UNCERTAINTY = 10.0, 0.05
     # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
-    # No part of a step's time grows or shrinks by more than this since it was measured at load.
-    MOST_DRIFT = 8.0
-    # What was not seen to cost anything then may come to this share of an ordinary step.
-    LEAST_SHARE = 0.1
     # A step that seems faster than this counts as this much faster than predicted: clocks have hiccups too.
     FASTEST = 2.0
+    # How much of a step's pace is believed, and the least and the most of it.
+    BELIEVED_PACE, LEAST_PACE, MOST_PACE = 0.2, 0.5, 2.0
 
     def __init__(
         self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0, 8_192.0)
     ) -> None:
         self.coefficients = [max(0.0, value) for value in coefficients]
-        self.relative_error = 0.05  # of recent predictions, on average
+        self.pace = 1.0  # of recent steps: their time over that of the fit
         self._scales = tuple(scales)  # how large each feature is in an ordinary step
         self._unit_s: float | None = None  # how long an ordinary step takes: the first one seen
-        self._measured: tuple[float, ...] | None = None  # at load; None: nothing was
         self._covariance = [
             [self.FIRST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
         ]
@@ -151,16 +153,18 @@ class StepCost:
         cost._covariance = [
             [cls.MOST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
         ]
-        cost._measured = tuple(cost.coefficients)
         return cost
 
     def predict(self, load: StepLoad) -> float:
+        return self.pace * self._fit(load)
+
+    def _fit(self, load: StepLoad) -> float:
         return sum(c * x for c, x in zip(self.coefficients, load.features, strict=True))
 
     def largest_chunk(self, load: StepLoad, start: int, upper: int, limit_s: float) -> int:
         """Tokens after `start`, up to `upper`, with which a step of that load is predicted to stay within the limit."""
         _, per_token, per_token_context, _, per_chunk_context = self.coefficients
-        room_s = limit_s - self.predict(load) - per_chunk_context * start
+        room_s = limit_s / self.pace - self._fit(load) - per_chunk_context * start
         if room_s < 0:
             return 0
         # num_tokens * slope + num_tokens² * curve = room_s
@@ -177,43 +181,54 @@ class StepCost:
         if elapsed_s <= 0:
             return
         self._unit_s = self._unit_s or elapsed_s
-        predicted = self.predict(load)
+        predicted = self._fit(load)
+        if predicted > 0:
+            pace = max(self.LEAST_PACE, min(self.MOST_PACE, elapsed_s / predicted))
+            self.pace += self.BELIEVED_PACE * (pace - self.pace)
         elapsed_s = max(elapsed_s, predicted / self.FASTEST)
         surprise = (elapsed_s - predicted) / elapsed_s
-        self.relative_error += 0.05 * (min(1.0, abs(surprise)) - self.relative_error)
         if predicted > 0:
             limit = self.LARGEST_SURPRISE * predicted / elapsed_s
             surprise = max(-limit, min(limit, surprise))
         weight = self._unit_s / elapsed_s
         x = [weight * value / scale for value, scale in zip(load.features, self._scales, strict=True)]
-        gain = self._update_covariance(x)
+        gain = self._free_gain(x, surprise)
         for i, scale in enumerate(self._scales):
-            least, most = self._bounds(i)
-            changed = self.coefficients[i] + gain[i] * surprise * self._unit_s / scale
-            self.coefficients[i] = min(most, max(least, changed))
+            # No part of a step takes negative time.
+            self.coefficients[i] = max(0.0, self.coefficients[i] + gain[i] * surprise * self._unit_s / scale)
+        self._update_covariance(x)
 
-    def _bounds(self, i: int) -> tuple[float, float]:
-        """Of a coefficient: no part of a step takes negative time."""
-        if self._measured is None or self._unit_s is None:
-            return 0.0, math.inf
-        least_share = self.LEAST_SHARE * self._unit_s / self._scales[i]
-        return self._measured[i] / self.MOST_DRIFT, max(self.MOST_DRIFT * self._measured[i], least_share)
+    def _free_gain(self, x: list[float], surprise: float) -> list[float]:
+        """How far each coefficient moves. One that is 0 and would go below stays out of it, and out of `x`.
 
-    def _update_covariance(self, x: list[float]) -> list[float]:
+        Else the others would make up for a fall that does not come, and the sum would move the wrong way.
+        """
+        is_free = [True] * NUM_FEATURES
+        while True:
+            px, denominator = self._seen_from(x)
+            gain = [value / denominator if free else 0.0 for value, free in zip(px, is_free, strict=True)]
+            bound = [i for i, value in enumerate(gain) if not self.coefficients[i] and value * surprise < 0]
+            if not bound:
+                return gain
+            for i in bound:
+                x[i], is_free[i] = 0.0, False
+
+    def _seen_from(self, x: list[float]) -> tuple[list[float], float]:
+        px = [sum(row[j] * x[j] for j in range(NUM_FEATURES)) for row in self._covariance]
+        return px, 1.0 + sum(x[i] * px[i] for i in range(NUM_FEATURES))
+
+    def _update_covariance(self, x: list[float]) -> None:
         """What this step taught, and then a little forgetting in each direction that is not uncertain already."""
         p = self._covariance
-        px = [sum(p[i][j] * x[j] for j in range(NUM_FEATURES)) for i in range(NUM_FEATURES)]
-        denominator = 1.0 + sum(x[i] * px[i] for i in range(NUM_FEATURES))
-        gain = [value / denominator for value in px]
+        px, denominator = self._seen_from(x)
         for i in range(NUM_FEATURES):
             for j in range(i, NUM_FEATURES):
-                p[i][j] = p[j][i] = p[i][j] - gain[i] * px[j]
+                p[i][j] = p[j][i] = p[i][j] - px[i] * px[j] / denominator
         for i in range(NUM_FEATURES):
             growth = max(1.0, min(1 / self.MEMORY, self.MOST_UNCERTAINTY / max(p[i][i], 1e-12))) ** 0.5
             for j in range(NUM_FEATURES):
                 p[i][j] *= growth
                 p[j][i] *= growth
-        return gain
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -241,6 +256,7 @@ class TokenBudget:
     cost: StepCost | None = None
     most: int = 0  # prompt tokens of a step, since one with more did not fit into the memory; 0: none failed so
     sizes: Sequence[int] = ()  # tokens of a step that a target cuts, where some sizes run better than others
+    lateness: float = FIRST_LATENESS  # of the latest among recent steps: measured over predicted time
 
     @property
     def overdue(self) -> int:
@@ -248,8 +264,19 @@ class TokenBudget:
         return max(self.floor, self.ceiling // 4 if self.ceiling else 256)
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
-        if self.cost is not None:
-            self.cost.observe(load, elapsed_s)
+        if self.cost is None:
+            return
+        if self.target_s is not None and elapsed_s > 0:
+            self._note_lateness(self.cost.predict(load), elapsed_s, self.target_s)
+        self.cost.observe(load, elapsed_s)
+
+    def _note_lateness(self, predicted_s: float, elapsed_s: float, target_s: float) -> None:
+        """Up at once and down slowly: a machine that others use is slow for some steps at a time."""
+        # What a step far below the target is late by would be late by as much in one that fills it, not more.
+        late = 1 + (elapsed_s - predicted_s) / max(predicted_s, target_s / self.lateness)
+        if late < self.lateness:
+            late = self.lateness + LATENESS_FORGOTTEN * (late - self.lateness)
+        self.lateness = min(MOST_LATENESS, max(1.0, late))
 
     def predict(self, load: StepLoad) -> float:
         return self.cost.predict(load) if self.cost is not None else 0.0
@@ -269,9 +296,8 @@ class TokenBudget:
         upper = min(wanted, ceiling) if ceiling else wanted
         if self.target_s is None or self.cost is None:
             return upper
-        # Aim lower the worse the recent predictions were.
-        aim = self.target_s * stretch / (1 + min(0.5, 2 * self.cost.relative_error))
-        allowed = self.cost.largest_chunk(load, start, upper, aim)
+        # The latest steps, not the average ones, are to stay within the target.
+        allowed = self.cost.largest_chunk(load, start, upper, self.target_s * stretch / self.lateness)
         if allowed == upper or not self.sizes:
             return allowed
         index = bisect_right(self.sizes, load.num_tokens + allowed) - 1

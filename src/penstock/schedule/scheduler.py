@@ -11,7 +11,7 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
-from penstock.errors import PromptTooLong, QueueFull
+from penstock.errors import PenstockError, PromptTooLong, QueueFull
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
 from penstock.request import Chunk, FinishReason, MediaKey, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
@@ -39,7 +39,17 @@ class Limits:
     reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
 
 
-# (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget
+class ChunkRefused(Exception):
+    """No chunk of this sequence may be computed as things are; the others can go on without it."""
+
+    def __init__(self, sequence_id: int, error: PenstockError) -> None:
+        super().__init__(str(error))
+        self.sequence_id = sequence_id
+        self.error = error
+
+
+# (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget;
+# refuses with a PenstockError where fewer than wanted are not an answer
 ChunkLimit = Callable[[int, int, int], int]
 # (tokens of the step, longest context, resident tokens) -> bytes of the whole process
 PeakEstimate = Callable[[int, int, int], int]
@@ -203,7 +213,7 @@ class Scheduler:
         """The chunks of the next step, in flight from now on; None when nothing can run.
 
         It may be planned while the step before it runs: then streams go on from tokens that are not known yet, and
-        nobody loses a place. None then means that the step in flight has to land first.
+        nobody loses a place. None then means that the step in flight has to land first. Raises ChunkRefused.
         """
         assert len(self._flights) < MOST_IN_FLIGHT, "the steps in flight were neither applied nor failed"
         if self._flights and not self._may_plan_ahead():
@@ -458,7 +468,10 @@ class Scheduler:
         if wanted < 1:
             return 0
         num_scheduled = draft.num_decodes + draft.num_prompt_tokens
-        allowed = self.chunk_limit(num_slots, self.resident_tokens, wanted + num_scheduled)
+        try:
+            allowed = self.chunk_limit(num_slots, self.resident_tokens, wanted + num_scheduled)
+        except PenstockError as error:
+            raise ChunkRefused(sequence.id, error) from error
         # One token always advances: the pool was sized so that the smallest chunk fits.
         return max(allowed - num_scheduled, 0 if draft.chunk_by_sequence else 1)
 

@@ -194,6 +194,10 @@ class Metrics:
         if output is None:
             self.count_cancelled()
 
+    def forget(self, request_id: int) -> None:
+        with self._lock:
+            self._stalls.leave(request_id)
+
     def count_cancelled(self) -> None:
         self._cancelled.inc()
 

@@ -53,7 +53,7 @@ class Run:
         self._service = service
         self._priority = priority
         self._engine = service.engine
-        self._follower = self._engine.follower()
+        self._follower = self._engine.follower(self._end_lost)
         self._choice_by_id: dict[int, int] = {}
         self._last_token_at: dict[int, float] = {}
         self._progress: PrefillProgress | None = None
@@ -141,6 +141,11 @@ class Run:
         for request_id, choice in self._choice_by_id.items():
             output = self.outputs.get(choice)
             service.metrics.end_request(request_id, output, service.board.leave(request_id))
+
+    def _end_lost(self, request_id: int) -> None:
+        """The client left while this one was submitted; it is counted already."""
+        self._service.board.leave(request_id)
+        self._service.metrics.forget(request_id)
 
     def _note(self, choice: int, event: Event) -> None:
         now = time.perf_counter()

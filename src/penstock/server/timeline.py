@@ -31,7 +31,7 @@ class Timeline:
     async def trace(self, last_s: float | None) -> bytes:
         """Taken between two steps; made into a document beside them."""
         recording = await self._engine.call(lambda engine: engine.recording(last_s=last_s))
-        return await asyncio.to_thread(lambda: recording.document().model_dump_json().encode())
+        return await asyncio.to_thread(lambda: b"".join(recording.pieces()))
 
     async def watch(self) -> AsyncGenerator[bytes]:
         """The head, what is kept, and from then on every record; empty when nothing came for a while."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -126,6 +126,20 @@ class Recording:
             "num_dropped_steps": self.num_dropped_steps,
         }
         return self.head.model_copy(update=changes)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON of the document, a record at a time: all at once would keep Python from other threads."""
+        head = self.head.model_copy(update={"num_dropped_steps": self.num_dropped_steps})
+        yield head.model_dump_json(exclude={"steps", "requests"}).encode().removesuffix(b"}")
+        for name, records in (
+            ("steps", (ran.record() for ran in self.ran)),
+            ("requests", sorted((*self.ended, *self.running), key=lambda request: request.id)),
+        ):
+            yield f',"{name}":['.encode()
+            for i, record in enumerate(records):
+                yield (b"," if i else b"") + record.model_dump_json().encode()
+            yield b"]"
+        yield b"}"
 
 
 class Recorder:
