@@ -22,8 +22,8 @@ class NativeTextLane:
         *,
         shape: ModelShape,
         facts: LaneFacts,
-        graphs: DecodeGraphs | None = None,  # None: every step is launched kernel by kernel
-        pieces: StepPieces | None = None,
+        graphs: DecodeGraphs | None = None,  # None: every decode is launched kernel by kernel
+        pieces: StepPieces | None = None,  # None: and every other step
         steps: CompiledSteps | None = None,  # None: every step runs layer by layer
         states: StateStorage | None = None,  # None: the model has no recurrent state
     ) -> None:
@@ -38,14 +38,7 @@ class NativeTextLane:
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
-        if self.graphs is not None and inputs.media is None and self.graphs.fits(inputs):
-            hidden_TM = self.graphs.forward(inputs)
-        elif self.pieces is not None and self.pieces.fits(inputs):
-            hidden_TM = self.pieces.forward(inputs)
-        elif self.steps is not None and self.steps.fits(inputs):
-            hidden_TM = self.steps.forward(inputs)
-        else:
-            hidden_TM = self._forward(inputs)
+        hidden_TM = self._hidden(inputs)
         if inputs.take_hidden is not None:
             inputs.take_hidden(self.decoder.final_norm(hidden_TM))
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
@@ -56,6 +49,12 @@ class NativeTextLane:
             self.graphs.record_all()
         if self.pieces is not None:
             self.pieces.record_all()
+
+    def _hidden(self, inputs: ForwardInputs) -> torch.Tensor:
+        for way in (self.graphs, self.pieces, self.steps):
+            if way is not None and inputs.media is None and way.fits(inputs):
+                return way.forward(inputs)
+        return self._forward(inputs)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         self.attention.begin_step(inputs)

@@ -58,7 +58,7 @@ class StepPieces:
 
     def fits(self, inputs: ForwardInputs) -> bool:
         """Only what was recorded ahead of time: recording takes longer than launching once."""
-        is_plain = inputs.media is None and set(inputs.rotary_variants) == {"default"}
+        is_plain = set(inputs.rotary_variants) == {"default"}
         return is_plain and self._size(len(inputs.ids_T)) in self._recorded
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
