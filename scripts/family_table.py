@@ -178,7 +178,8 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = name
         if "exact" in arguments.tables:
             failures += exact_table(arguments.architectures, Path(name))
-        needed = {*arguments.families, *MEMORY} if {*TABLES} & {*arguments.tables} else ()
+        needed = {*(arguments.families if {"speed", "reuse"} & {*arguments.tables} else ())}
+        needed |= {*(MEMORY if "memory" in arguments.tables else ())}
         folders = {family: Path(name) / "large" / family for family in needed}
         for family, folder in folders.items():
             save_family(family, folder)
