@@ -37,10 +37,11 @@ bench: setup
 	$(BIN)/penstock bench schedule
 
 # On a quiet machine, with llama-cpp-python in .venv or in the interpreter that PENSTOCK_PEER_PYTHON names. The second
-# command draws the memory of all of them over that of Penstock alone.
+# command draws the memory of all of them over that of Penstock alone; the third writes the page of the doctor.
 charts: setup
 	$(BIN)/penstock bench full --plot docs/images
 	$(BIN)/penstock bench memory --peers transformers,llama.cpp --plot docs/images
+	$(BIN)/python scripts/doctor_text.py
 
 evidence: setup
 	$(BIN)/python -m pytest -m evidence

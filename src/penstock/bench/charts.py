@@ -156,7 +156,7 @@ def _lines(axis: Axes, result: ProbeResult, quantity: str, *, scale: float) -> N
     """Medians as lines, samples as dots. A library has one color, its ways to read have dashes of their own."""
     ways: dict[str, int] = {}
     for variant in result.variants(quantity):
-        library = variant.partition(",")[0]
+        library = variant.replace(",", "").split()[0]
         way = ways[library] = ways.get(library, -1) + 1
         color, measures = COLORS[list(ways).index(library) % len(COLORS)], result.series(variant, quantity)
         medians = [measure.median * scale for measure in measures]

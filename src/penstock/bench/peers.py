@@ -154,10 +154,10 @@ def peer_settings(
     threads: int | None = None,
     device: str = "cpu",
     dtypes: Sequence[str] = ("bfloat16",),
-    chunk_sizes: Sequence[int] = (0, TRANSFORMERS_CHUNK),
+    chunk_sizes: Sequence[int] = (TRANSFORMERS_CHUNK, 0),
     formats: Sequence[str] = ("bfloat16", AS_STORED),
 ) -> list[ReaderSettings]:
-    """Each peer's ways: transformers in `dtypes`, whole and in chunks; llama.cpp in `formats` of a GGUF file."""
+    """Each peer's ways: transformers in `dtypes`, in chunks and whole; llama.cpp in `formats` of a GGUF file."""
     files = resolve(model)
     shared: Any = {"model": model, "threads": threads or num_physical_cores(), "device": device}
     shared["context"] = context

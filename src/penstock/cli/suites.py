@@ -33,7 +33,7 @@ EXIT_WORSE = 1
 # The probes by name, so that `--help` need not import them. A test holds the two to each other.
 SUITES = {
     "quick": "Every probe, small: a few minutes on two cores.",
-    "full": "Every probe at the sizes that the documentation shows: about an hour on two cores.",
+    "full": "Every probe at the sizes that the documentation shows: about half an hour on two cores.",
     "cold-load": "From nothing to the first token, in a fresh process each time.",
     "memory": "Peak memory against prompt length, in chunks and whole, a fresh process for each.",
     "warm-ttft": "Time to first token of a short prompt on an engine that is ready.",
