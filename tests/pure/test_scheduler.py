@@ -10,7 +10,7 @@ from penstock.config import PrefillPriority
 from penstock.errors import InvalidSetting, PromptTooLong, QueueFull
 from penstock.request import Request, SamplingParams, Span, StepResult
 from penstock.schedule.budget import POLICIES, StepCost, TokenBudget
-from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 
 BLOCK = 4
 
@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.chunk_limit = refuse
         try:
             self.take_plan(run_step(self.scheduler, self.lengths, self.outputs, self.states))
-        except InvalidSetting:
+        except ChunkRefused:
             for sequence in self.scheduler.sequences.values():
                 assert (sequence.num_steps, sequence.num_pending) == (0, 0)
                 assert sequence.num_scheduled == sequence.num_computed
