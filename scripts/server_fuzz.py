@@ -40,6 +40,13 @@ def narrowed(description: dict[str, Any], model: str) -> dict[str, Any]:
     return description
 
 
+def slowest(log: list[str]) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in log if line.startswith("{"))
+    requests = [line for line in lines if line["event"] == "request"]
+    print(f"{len(requests)} requests")
+    return sorted(requests, key=lambda request: -request["duration_ms"])[:5]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schemathesis", default="schemathesis")
@@ -60,6 +67,10 @@ def main() -> int:
             code = subprocess.run(command, cwd=folder).returncode
             answer = httpx.get(f"{server.url}/health", timeout=30)
             assert server.metric_becomes("num_requests_running", 0)
+            for request in slowest(server.log):
+                print(
+                    f"slow: {request['method']} {request['path']}, {request['status']}, {request['duration_ms']:.0f} ms"
+                )
             print(f"health afterwards: {answer.status_code}; exit code {server.terminate()}")
     return code
 
