@@ -136,8 +136,21 @@ def test_a_step_that_a_target_cuts_has_one_of_the_sizes_and_no_more_than_fit(sta
     allowed = budget.allowance(load, start, wanted)
     assert allowed <= most
     fitting = [size - num_decodes for size in GPU_STEP_SIZES if 16 <= size - num_decodes <= most]
-    is_cut = most < wanted
-    assert allowed == (max(fitting) if is_cut and fitting else most)
+    assert allowed in (most, max(fitting, default=most))
+    if most < wanted:
+        assert allowed == max(fitting, default=most)
+
+
+def test_the_rest_of_a_prompt_costs_what_the_next_size_costs():
+    """Of 70 tokens that are left, 64 fit; with the last 6 the step would take the time of 96."""
+    sizes, load = range(32, 1000, 32), StepLoad()
+    target_s = StepCost(TRUTH).predict(load.with_chunk(1000, 80))
+    budget = TokenBudget(ceiling=0, target_s=target_s, cost=StepCost(TRUTH), lateness=1.0)
+    assert budget.allowance(load, 1000, 70) == 70
+    budget.sizes = sizes
+    assert budget.allowance(load, 1000, 70) == 64
+    assert budget.allowance(load, 1000, 64) == 64
+    assert budget.allowance(load, 1000, 60) == 60
 
 
 def test_what_was_measured_at_load_tells_of_longer_contexts_too():

@@ -401,6 +401,9 @@ class DecodeAttention(CudaAttention):
         self._rows.copy_(on_device)
         self._table[:count, : table.shape[1]].copy_(table_on_device)
 
+    def forget_rows(self) -> None:
+        self._rows.fill_(PADDING)
+
     def use_rows(self, num_rows: int) -> None:
         """The next launches cover that many rows; how keys are split depends on nothing else."""
         tiles = TileSet(

@@ -47,4 +47,5 @@ def overlap(num_rows: int) -> dict[str, Any]:
 
 @functools.cache
 def _is_there() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability() >= HOPPER

@@ -79,6 +79,11 @@ class StatePool:
         while self._evict():
             pass
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held but by checkpoints, and nobody starts from one."""
+        return len(self._held) == len(self._slot_by_hash) and not self._num_promised and not +self._num_pins
+
     def check(self, held: Iterable[int], pinned: Iterable[int]) -> None:
         """Every slot is held once: by a running sequence, or by a checkpoint. `pinned` lists each pin."""
         owned = [*held, *self._slot_by_hash.values()]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config import GPU_STEP_SIZES
-from penstock.lanes.native import NativeTextLane
 from penstock.lanes.pieces import MOST_TOKENS
+from penstock.request import Failed
 from penstock.schedule.budget import StepCost, StepLoad
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ CHUNK_SIZES = (256, 32, 512, 16, 128, 64)
 PROMPT_TOKENS = 2048
 NUM_DECODES = 4
 DECODE_STEPS = 6
-# On a GPU steps are larger, and contexts are skipped to. The first chunk after each lasts longer than the launches of
-# the next, which are then hidden behind it.
+# On a GPU steps are larger, and contexts are skipped to.
 GPU_CHUNKS = (
     (0, (8192, 2048, 512, 1024, 256)),
     (16_384, (4096, 512, 1024)),
@@ -38,13 +37,14 @@ class Calibration:
         self._scheduler = engine.scheduler
         self._observations: list[tuple[StepLoad, float]] = []
         self._generator = random.Random(0)
-        lane, device = engine.model.lane.facts, engine.model.device
-        self._is_gpu = device.type == "cuda"
-        self._can_skip = self._is_gpu and lane.shares_prefixes and not lane.reads_whole and engine.states is None
+        facts = engine.model.lane.facts
+        self._is_gpu = engine.model.device.type == "cuda"
+        has_pages = facts.shares_prefixes and not facts.reads_whole and engine.states is None
+        self._can_skip = self._is_gpu and has_pages and self._scheduler.capacity > sum(GPU_CHUNKS[0][1]) + 1
 
     def run(self) -> StepCost:
         engine, budget = self._engine, self._scheduler.budget
-        ceiling, watcher = budget.ceiling, engine.on_step
+        ceiling, watcher, in_flight = budget.ceiling, engine.on_step, engine.most_in_flight
         engine.on_step = lambda plan, result: self._observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
         try:
             self._use_first()
@@ -55,7 +55,7 @@ class Calibration:
             else:
                 self._read_and_write()
         finally:
-            budget.ceiling, engine.on_step = ceiling, watcher
+            budget.ceiling, engine.on_step, engine.most_in_flight = ceiling, watcher, in_flight
             if self._scheduler.prefix is not None:
                 self._scheduler.prefix.clear()
         return StepCost.fitted(self._observations)
@@ -69,8 +69,7 @@ class Calibration:
         if self._is_gpu:
             ceiling = self._scheduler.budget.ceiling
             sizes = [size for size in GPU_STEP_SIZES if size <= ceiling or not ceiling]
-            lane = self._engine.model.lane
-            if isinstance(lane, NativeTextLane) and lane.pieces is not None:
+            if self._engine.records_steps:
                 sizes = [size for size in sizes if size > MOST_TOKENS]  # the others were used when they were recorded
             if sizes:
                 self._read(self._tokens(min(sum(sizes), self._scheduler.capacity - 1)), sizes)
@@ -88,15 +87,16 @@ class Calibration:
     def _read_far(self) -> None:
         last_context, last_chunks = GPU_CHUNKS[-1]
         num_tokens = min(last_context + sum(last_chunks) + 1, self._scheduler.capacity - 1)
+        most = self._engine.config.most_prompt_tokens or last_context
         request_id = self._engine.submit(self._tokens(num_tokens), max_tokens=1)
+        self._engine.most_in_flight = 1  # else the step after a skip would be planned twice
         for context, chunk_sizes in GPU_CHUNKS:
             if context + sum(chunk_sizes) >= num_tokens:
                 break
-            self._engine.settle()
             self._scheduler.skip(request_id, context)
             for chunk_size in chunk_sizes:
-                self._scheduler.budget.ceiling = chunk_size
-                self._engine.step()
+                self._scheduler.budget.ceiling = min(chunk_size, most)
+                self._step()
         self._engine.abort(request_id)
 
     def _write_far(self) -> None:
@@ -109,7 +109,7 @@ class Calibration:
             self._scheduler.skip(request_id, length - 1)
             ids.append(request_id)
         while any(request_id in self._scheduler.sequences for request_id in ids):
-            self._engine.step()
+            self._step()
 
     @property
     def _capacity(self) -> int:
@@ -128,7 +128,12 @@ class Calibration:
             if not self._scheduler.has_work:
                 return
             self._scheduler.budget.ceiling = chunk_size
-            self._engine.step()
+            self._step()
+
+    def _step(self) -> None:
+        for event in self._engine.step():
+            if isinstance(event, Failed):
+                raise event.error
 
 
 def calibrate(engine: Engine) -> StepCost:

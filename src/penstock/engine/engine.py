@@ -28,6 +28,7 @@ from penstock.engine.stopping import StopText
 from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.native import NativeTextLane
+from penstock.lanes.native_media import NativeMultimodalLane
 from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
 from penstock.request import (
@@ -427,13 +428,18 @@ class Engine:
 
     def warm_up(self) -> None:
         """Makes ahead of time what would be made in the middle of requests: recordings of a GPU's steps."""
-        if isinstance(self.model.lane, NativeTextLane):
-            self.model.lane.record()
+        if (lane := self._native_lane) is not None:
+            lane.record()
 
-    def settle(self) -> None:
-        """Waits for the steps in flight."""
-        while self._flights:
-            self._land()
+    @property
+    def records_steps(self) -> bool:
+        return (lane := self._native_lane) is not None and lane.pieces is not None
+
+    @property
+    def _native_lane(self) -> NativeTextLane | None:
+        lane = self.model.lane
+        lane = lane.decoding if isinstance(lane, NativeMultimodalLane) else lane
+        return lane if isinstance(lane, NativeTextLane) else None
 
     def set_priority(self, priority: PrefillPriority) -> None:
         """How steps are shared from now on."""

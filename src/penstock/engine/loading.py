@@ -258,7 +258,7 @@ def native_lane(
     )
     attention = attention_backend(storage, config.block_size, spec.num_heads)
     max_context, _ = context_limit(config, spec.max_context)
-    graphs, pieces = recorded_steps(decoder, attention, max_running=config.max_running, max_context=max_context)
+    graphs, pieces = recorded_steps(decoder, attention, config, max_context)
     states = state_storage(spec, memory, torch_dtype, device)
     steps = compiled_steps(decoder, attention)
     ways = {"graphs": graphs, "pieces": pieces, "steps": steps}
@@ -294,7 +294,7 @@ def attention_backend(storage: KvStorage, block_size: int, num_heads: int) -> At
 
 
 def recorded_steps(
-    decoder: Decoder, attention: AttentionBackend, *, max_running: int, max_context: int
+    decoder: Decoder, attention: AttentionBackend, config: EngineConfig, max_context: int
 ) -> tuple[DecodeGraphs | None, StepPieces | None]:
     """None on a CPU, which has nothing to record, and where the host takes part in a layer: experts, states."""
     if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
@@ -302,9 +302,10 @@ def recorded_steps(
     from penstock.attention.cuda import CudaAttention
 
     assert isinstance(attention, CudaAttention)
-    rows = min(max_running, SIZES[-1])
+    rows = min(config.max_running, SIZES[-1])
+    largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MOST_TOKENS
     graphs = DecodeGraphs(decoder, attention.for_decodes(max_rows=rows, max_context=max_context))
-    return graphs, StepPieces(decoder, attention.for_pieces(max_rows=MOST_TOKENS))
+    return graphs, StepPieces(decoder, attention.for_pieces(max_rows=min(largest, MOST_TOKENS)))
 
 
 def gpu_memory(device: torch.device) -> DeviceMemory | None:

@@ -62,6 +62,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def record_all(self) -> None:
         """Ahead of time, so that no request waits for a recording."""
+        self.attention.forget_rows()  # a recording computes, and would write where the last step wrote
         for size in SIZES:
             if size <= self.attention.max_rows and (size, "default") not in self._recorded:
                 self._recorded[size, "default"] = self._record(size, "default")
@@ -75,7 +76,10 @@ class DecodeGraphs:
             self.decoder.forward(inputs, self.attention)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with without_collection(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             hidden_TM = self.decoder.forward(inputs, self.attention)
         self._pool = graph.pool()
         return graph, hidden_TM

@@ -8,6 +8,7 @@ Attention depends on every chunk's length and context, the rest of a layer on th
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,6 @@ class Piece:
     then: Attending | None  # None: it is the last piece
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
-    pieces: tuple[Piece, ...]
-    hidden_TM: torch.Tensor
-
-
 class StepPieces:
     """A step is padded to the next size; rows of padding are computed and never read."""
 
@@ -54,7 +49,8 @@ class StepPieces:
         device = decoder.device
         self._ids = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
         self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
-        self._recorded: dict[int, RecordedStep] = {}
+        self._hidden: torch.Tensor | None = None  # of any recording; None: nothing is recorded
+        self._recorded: dict[int, tuple[Piece, ...]] = {}
 
     def fits(self, inputs: ForwardInputs) -> bool:
         """Only what was recorded ahead of time: recording takes longer than launching once."""
@@ -72,32 +68,36 @@ class StepPieces:
         if not self.is_replaying:
             inputs = padded_inputs(self._ids[:size], self._positions[:size], "default")
             return self.decoder.forward(inputs, _Launched(self.attention, size))[:num_tokens]
-        step = self._recorded[size]
-        for piece in step.pieces:
+        assert self._hidden is not None, "record_all comes first"
+        for piece in self._recorded[size]:
             piece.graph.replay()
             if piece.then is not None:
                 self.attention.attend_rows(size, piece.then.layer, piece.then.rule, piece.then.sinks_H)
-        return step.hidden_TM[:num_tokens]
+        return self._hidden[:num_tokens]
 
     @torch.inference_mode()
     def record_all(self) -> None:
         if self._recorded:
             return
         self.attention.prepare()
+        width, dtype = self.decoder.spec.hidden_size, self.decoder.dtype
+        self._hidden = torch.empty(self.attention.max_rows, width, dtype=dtype, device=self.decoder.device)
+        found: dict[int, tuple[Piece, ...]] = {}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         pool: Any = None  # one pool of memory for all recordings: no two are replayed at once
         with torch.cuda.stream(stream):
-            for size in reversed(SIZES):
+            for size in reversed([size for size in SIZES if size <= self.attention.max_rows]):
                 self.attention.use_rows(size)
                 inputs = padded_inputs(self._ids[:size], self._positions[:size], "default")
                 self.decoder.forward(inputs, _Dry(self.attention, size))  # compiles the kernels
                 torch.cuda.synchronize()
                 recording = _Recording(self.attention, size, pool)
                 with without_collection():
-                    self._recorded[size] = recording.record(self.decoder, inputs)
+                    found[size] = recording.record(self.decoder, inputs, self._hidden[:size])
                 pool = recording.pool
         torch.cuda.current_stream().wait_stream(stream)
+        self._recorded = found
 
     def _size(self, num_tokens: int) -> int:
         """0 where the step is larger than any that is recorded."""
@@ -153,11 +153,15 @@ class _Recording(_Dry):
         self._pieces: list[Piece] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def record(self, decoder: Decoder, inputs: ForwardInputs) -> RecordedStep:
+    def record(self, decoder: Decoder, inputs: ForwardInputs, out_TM: torch.Tensor) -> tuple[Piece, ...]:
         self._begin()
-        hidden_TM = decoder.forward(inputs, self)
+        try:
+            out_TM.copy_(decoder.forward(inputs, self))
+        except BaseException:
+            self._abandon()
+            raise
         self._end(None)
-        return RecordedStep(pieces=tuple(self._pieces), hidden_TM=hidden_TM)
+        return tuple(self._pieces)
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
@@ -168,10 +172,16 @@ class _Recording(_Dry):
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self.pool)
+        self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def _end(self, then: Attending | None) -> None:
         assert self._graph is not None
         self._graph.capture_end()
         self.pool = self._graph.pool()
         self._pieces.append(Piece(graph=self._graph, then=then))
+
+    def _abandon(self) -> None:
+        """Ends the recording under way, so that the error is told and not that a recording is under way."""
+        assert self._graph is not None
+        with suppress(RuntimeError):
+            self._graph.capture_end()

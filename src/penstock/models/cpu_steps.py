@@ -73,7 +73,7 @@ class CompiledSteps:
         )
 
     def fits(self, inputs: ForwardInputs) -> bool:
-        return 0 < len(inputs.ids_T) <= MOST_ROWS and inputs.media is None and c_kernels() is not None
+        return 0 < len(inputs.ids_T) <= MOST_ROWS and c_kernels() is not None
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""

@@ -142,9 +142,9 @@ class Experts:
 
 
 def _padded(x_RM: torch.Tensor) -> torch.Tensor:
-    """Rows up to one of few numbers: a CPU's matrix library keeps code and buffers for every number it has seen."""
+    """Rows up to one of few numbers: in bfloat16 a CPU's matrix library keeps code and buffers for each that it saw."""
     num_rows = len(x_RM)
-    if x_RM.is_cuda or num_rows in (1, 2, 4):
+    if x_RM.is_cuda or x_RM.dtype == torch.float32 or num_rows in (1, 2, 4):
         return x_RM
     step = 8 if num_rows <= 32 else 32 if num_rows <= 256 else 128
     return F.pad(x_RM, (0, 0, 0, -num_rows % step))

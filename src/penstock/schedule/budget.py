@@ -297,9 +297,18 @@ class TokenBudget:
         if self.target_s is None or self.cost is None:
             return upper
         # The latest steps, not the average ones, are to stay within the target.
-        allowed = self.cost.largest_chunk(load, start, upper, self.target_s * stretch / self.lateness)
-        if allowed == upper or not self.sizes:
-            return allowed
-        index = bisect_right(self.sizes, load.num_tokens + allowed) - 1
-        even = self.sizes[index] - load.num_tokens if index >= 0 else 0
+        aim_s = self.target_s * stretch / self.lateness
+        allowed = self.cost.largest_chunk(load, start, upper, aim_s)
+        return self._even(load, start, allowed, upper, aim_s) if self.sizes else allowed
+
+    def _even(self, load: StepLoad, start: int, allowed: int, upper: int, aim_s: float) -> int:
+        """So many that the step has one of the sizes, or all that are there where the next size is not too much."""
+        assert self.cost is not None
+        index = bisect_right(self.sizes, load.num_tokens + allowed)
+        if allowed == upper:
+            is_size = index > 0 and self.sizes[index - 1] == load.num_tokens + allowed
+            next_size = self.sizes[index] if index < len(self.sizes) else 0
+            if is_size or self.cost.predict(load.with_chunk(start, next_size - load.num_tokens)) <= aim_s:
+                return allowed
+        even = self.sizes[index - 1] - load.num_tokens if index else 0
         return even if even >= self.floor else allowed

@@ -169,9 +169,10 @@ class Scheduler:
         sequence = self.sequences[sequence_id]
         assert self.holdings.states is None, "recurrent state cannot be skipped"
         assert not sequence.num_steps, "a step of it is in flight"
-        if self.holdings.grow(sequence, position):
-            sequence.num_computed = sequence.num_scheduled = position
-            sequence.num_remembered = len(sequence.tokens)  # nobody shall find these blocks
+        has_room = self.holdings.grow(sequence, position)
+        assert has_room, "a measurement takes no more than there is"
+        sequence.num_computed = sequence.num_scheduled = position
+        sequence.num_remembered = len(sequence.tokens)  # more than it has blocks: nobody shall find them
 
     def pause(self, sequence_id: int, *, is_paused: bool) -> None:
         """A paused sequence gets no chunks; it keeps its blocks until somebody needs them."""
@@ -193,7 +194,9 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """The same when nobody is there, as far as it takes no time: somebody waits for the last token."""
-        assert self.sequences or not self.pool.num_held, "blocks are held by nobody"
+        if not self.sequences:
+            assert not self.pool.num_held, "blocks are held by nobody"
+            assert self.holdings.states is None or self.holdings.states.is_idle, "a state is held by nobody"
 
     def refuse_too_long(self, num_tokens: int) -> None:
         if num_tokens >= self.limits.max_context:
