@@ -1,5 +1,7 @@
 """Reads last.json, prints the table of both engines, writes it into README.md, and draws the trade-off curve.
 
+Work that one of the two was not measured with is left out.
+
 `python benchmarks/h200/report.py PENSTOCK_LOG VLLM_LOG... --commit HASH` first makes last.json from what they printed.
 """
 
@@ -73,9 +75,13 @@ def _lines(last: dict[str, Any]) -> Iterator[str]:
     yield "| work | Penstock | vLLM 0.24.0 | vLLM / Penstock | limit |"
     yield "|---|---|---|---|---|"
     for key, name in TIMES.items():
+        if key not in ours or key not in full:
+            continue
         ratio = full[key] / ours[key]
         yield f"| {name} | {ours[key] * 1e3:.2f} ms | {full[key] * 1e3:.2f} ms | {ratio:.3f} | {LIMITS_MS[key]:g} ms |"
     for budget, result in theirs.items():
+        if "mixed" not in result or not any(key.startswith("mixed_at_") for key in ours):
+            continue
         mixed = result["mixed"]
         target, best = _beside(ours, mixed)
         first, gap = mixed["ttft"] / best["ttft"], mixed["itl_p99"] / best["itl_p99"]
@@ -83,8 +89,9 @@ def _lines(last: dict[str, Any]) -> Iterator[str]:
         yield f"| {point}: first token | {best['ttft']:.2f} s | {mixed['ttft']:.2f} s | {first:.3f} | |"
         mine, other = best["itl_p99"] * 1e3, mixed["itl_p99"] * 1e3
         yield f"| {point}: p99 gap | {mine:.1f} ms | {other:.1f} ms | {gap:.3f} | |"
-    mine, other = ours["offline"]["tok_s"], full["offline"]["tok_s"]
-    yield f"| 256 requests | {mine:,.0f} tok/s | {other:,.0f} tok/s | {mine / other:.3f} (ours / theirs) | |"
+    if "offline" in full:
+        mine, other = ours["offline"]["tok_s"], full["offline"]["tok_s"]
+        yield f"| 256 requests | {mine:,.0f} tok/s | {other:,.0f} tok/s | {mine / other:.3f} (ours / theirs) | |"
     for key, taken in ours.items():
         if key.startswith("bytes_"):
             gap = taken["planned"] / taken["taken"] - 1
@@ -109,7 +116,9 @@ def _draw(last: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     ours = {f"{key.split('_')[2]} ms": value for key, value in last["penstock"].items() if key.startswith("mixed_at_")}
-    theirs = {f"{budget} tokens": result["mixed"] for budget, result in last["vllm"].items()}
+    theirs = {f"{budget} tokens": result["mixed"] for budget, result in last["vllm"].items() if "mixed" in result}
+    if not ours or not theirs:
+        return
     figure, axis = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
     for name, points, color, marker in (
         ("Penstock, by latency target", ours, "#1f6f8b", "o"),
