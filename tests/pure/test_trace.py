@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import tracemalloc
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
@@ -216,13 +217,25 @@ def test_the_slowest_steps_are_explained():
     assert summary.busy_share == 1
 
 
+def test_a_step_of_many_streams_is_kept_in_few_bytes():
+    clock = Clock()
+    tracemalloc.start()
+    try:
+        for step in range(200):
+            clock.run(*[(request_id, 1000 + step, 1001 + step, 500) for request_id in range(64)], ms=1)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 200 * 64 * 80
+
+
 def test_what_is_kept_is_bounded_and_what_is_not_is_counted():
     clock = Clock()
     for _ in range(MOST_CHUNKS // 1000 + 5):
         clock.run(*[(0, 1, 2, 1)] * 1000, ms=1)
     recording = clock.recorder.taken()
     assert (len(recording.ran), recording.num_dropped_steps) == (MOST_CHUNKS // 1000, 5)
-    assert recording.ran[0].plan.step == 5
+    assert recording.ran[0].step == 5
     recent = clock.recorder.taken(last_s=0.0105)
     assert (len(recent.ran), recent.num_dropped_steps) == (11, MOST_CHUNKS // 1000 - 6)
 

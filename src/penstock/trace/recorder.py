@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ from itertools import pairwise
 from penstock.request import Chunk, Failed, Finished, FinishReason, Request, StepPlan, StepResult
 from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
 
-MOST_CHUNKS = 100_000  # of the steps that are kept: some 20 MB
-MOST_GAPS = 500_000  # of the requests that have ended, another 20 MB: each counts as some, and each chunk as a few
-GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 5
+MOST_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
+MOST_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as a few
+GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 20
+NUMBERS_PER_CHUNK = 6
+UNKNOWN = -1  # the length of a prompt that is still being read
 OUTCOMES: dict[FinishReason, Outcome] = {"abort": "cancelled", "stop": "stop", "length": "length"}
 OUTCOMES["deadline"] = "deadline"
 
@@ -22,31 +25,67 @@ Record = TraceStep | TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A step that ran; a record is made of it when somebody wants to see it."""
+    """A step that ran, in few bytes, as many are kept; a record is made of it when somebody wants to see it."""
 
-    plan: StepPlan
-    result: StepResult
+    step: int
     started_s: float
+    elapsed_s: float
+    predicted_s: float
     memory_bytes: int
+    peak_bytes: int
+    predicted_bytes: int
+    token_budget: int
+    num_waiting: int
     kv_share: float
+    reason: str
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+    chunks: array[int]  # NUMBERS_PER_CHUNK of each
 
-    def record(self) -> TraceStep:
-        plan, result = self.plan, self.result
-        return TraceStep(
+    @classmethod
+    def of(cls, plan: StepPlan, result: StepResult, *, started_s: float, memory_bytes: int, kv_share: float) -> Ran:
+        return cls(
             step=plan.step,
-            started_s=round(self.started_s, 6),
-            elapsed_ms=round(result.elapsed_s * 1e3, 3),
-            predicted_ms=round(max(0.0, plan.predicted_s) * 1e3, 3) if plan.predicted_s else None,
-            memory_bytes=self.memory_bytes,
+            started_s=started_s,
+            elapsed_s=result.elapsed_s,
+            predicted_s=plan.predicted_s,
+            memory_bytes=memory_bytes,
             peak_bytes=result.peak_bytes,
             predicted_bytes=plan.predicted_bytes,
             token_budget=plan.token_budget,
             num_waiting=plan.waiting,
-            kv_share=round(self.kv_share, 4),
+            kv_share=min(1.0, kv_share),
             reason=plan.reason,
             admitted=plan.admitted,
             preempted=plan.preempted,
-            chunks=tuple(_chunk(chunk) for chunk in plan.chunks),
+            chunks=array("q", [number for chunk in plan.chunks for number in _numbers(chunk)]),
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks) // NUMBERS_PER_CHUNK
+
+    @property
+    def ended_s(self) -> float:
+        return self.started_s + self.elapsed_s
+
+    def record(self) -> TraceStep:
+        places = range(0, len(self.chunks), NUMBERS_PER_CHUNK)
+        return TraceStep(
+            step=self.step,
+            started_s=round(self.started_s, 6),
+            elapsed_ms=round(self.elapsed_s * 1e3, 3),
+            predicted_ms=round(max(0.0, self.predicted_s) * 1e3, 3) if self.predicted_s else None,
+            memory_bytes=self.memory_bytes,
+            peak_bytes=self.peak_bytes,
+            predicted_bytes=self.predicted_bytes,
+            token_budget=self.token_budget,
+            num_waiting=self.num_waiting,
+            kv_share=round(self.kv_share, 4),
+            reason=self.reason,
+            admitted=self.admitted,
+            preempted=self.preempted,
+            chunks=tuple(_chunk(*self.chunks[place : place + NUMBERS_PER_CHUNK]) for place in places),
         )
 
 
@@ -58,7 +97,7 @@ class Course:
     arrived_s: float
     prompt_tokens: int | None
     started_s: float | None = None
-    token_times_s: list[float] = field(default_factory=list)
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))
     cached_tokens: int = 0
     written_tokens: int | None = None  # None: as many as there are times
     num_preemptions: int = 0
@@ -109,20 +148,19 @@ class Recording:
 
     head: Trace
     ran: tuple[Ran, ...]
-    ended: tuple[TraceRequest, ...]
+    ended: tuple[Course, ...]
     running: tuple[TraceRequest, ...]
     num_dropped_steps: int
 
     def records(self) -> list[Record]:
         """Steps and the ends of requests, in the order in which they came."""
-        ends = sorted(self.ended, key=lambda request: request.ended_s or 0.0)
-        steps = [ran.record() for ran in self.ran]
-        return sorted([*steps, *ends], key=lambda record: record.ended_s or 0.0)
+        in_order = sorted([*self.ran, *self.ended], key=lambda kept: kept.ended_s or 0.0)
+        return [kept.record() for kept in in_order]
 
     def document(self) -> Trace:
         changes = {
             "steps": tuple(ran.record() for ran in self.ran),
-            "requests": tuple(sorted((*self.ended, *self.running), key=lambda request: request.id)),
+            "requests": tuple(self._requests()),
             "num_dropped_steps": self.num_dropped_steps,
         }
         return self.head.model_copy(update=changes)
@@ -133,13 +171,17 @@ class Recording:
         yield head.model_dump_json(exclude={"steps", "requests"}).encode().removesuffix(b"}")
         for name, records in (
             ("steps", (ran.record() for ran in self.ran)),
-            ("requests", sorted((*self.ended, *self.running), key=lambda request: request.id)),
+            ("requests", self._requests()),
         ):
             yield f',"{name}":['.encode()
             for i, record in enumerate(records):
                 yield (b"," if i else b"") + record.model_dump_json().encode()
             yield b"]"
         yield b"}"
+
+    def _requests(self) -> Iterator[TraceRequest]:
+        for kept in sorted((*self.ended, *self.running), key=lambda request: request.id):
+            yield kept.record() if isinstance(kept, Course) else kept
 
 
 class Recorder:
@@ -154,7 +196,7 @@ class Recorder:
         self._num_chunks = 0
         self._num_dropped = 0
         self._courses: dict[int, Course] = {}
-        self._ended: deque[TraceRequest] = deque()
+        self._ended: deque[Course] = deque()
         self._num_gaps = 0
         self.longest_prompt = 0
         self.most_prompt_chunks = 0
@@ -175,7 +217,7 @@ class Recorder:
         for chunk in plan.chunks:
             if course := self._courses.get(chunk.sequence_id):
                 course.take_chunk(chunk, result, started_s)
-        ran = Ran(plan=plan, result=result, started_s=started_s, memory_bytes=memory_bytes, kv_share=min(1.0, kv_share))
+        ran = Ran.of(plan, result, started_s=started_s, memory_bytes=memory_bytes, kv_share=kv_share)
         self._keep(ran)
         if self.listeners:
             self._tell(ran.record())
@@ -190,7 +232,7 @@ class Recorder:
     def taken(self, *, last_s: float | None = None) -> Recording:
         """What is kept of the last seconds; None: all of it."""
         since = float("-inf") if last_s is None else self._now() - self._began_at - last_s
-        ran = tuple(ran for ran in self._ran if ran.started_s + ran.result.elapsed_s >= since)
+        ran = tuple(ran for ran in self._ran if ran.ended_s >= since)
         return Recording(
             head=self.head,
             ran=ran,
@@ -210,18 +252,18 @@ class Recorder:
         course.written_tokens = len(output.token_ids)
         self.longest_prompt = max(self.longest_prompt, output.num_prompt_tokens)
         self.most_prompt_chunks = max(self.most_prompt_chunks, output.num_prompt_chunks)
-        request = course.record()
-        self._ended.append(request)
-        self._num_gaps += _num_gaps(request)
+        self._ended.append(course)
+        self._num_gaps += _num_gaps(course)
         while self._num_gaps > MOST_GAPS and len(self._ended) > 1:
             self._num_gaps -= _num_gaps(self._ended.popleft())
-        self._tell(request)
+        if self.listeners:
+            self._tell(course.record())
 
     def _keep(self, ran: Ran) -> None:
         self._ran.append(ran)
-        self._num_chunks += len(ran.plan.chunks)
+        self._num_chunks += ran.num_chunks
         while self._num_chunks > MOST_CHUNKS and len(self._ran) > 1:
-            self._num_chunks -= len(self._ran.popleft().plan.chunks)
+            self._num_chunks -= self._ran.popleft().num_chunks
             self._num_dropped += 1
 
     def _tell(self, record: Record) -> None:
@@ -229,17 +271,22 @@ class Recorder:
             listener(record)
 
 
-def _num_gaps(request: TraceRequest) -> int:
+def _num_gaps(course: Course) -> int:
     """Its size in memory."""
-    return GAPS_PER_REQUEST + GAPS_PER_CHUNK * len(request.chunks) + len(request.gaps_ms)
+    return GAPS_PER_REQUEST + GAPS_PER_CHUNK * len(course.chunks) + max(0, len(course.token_times_s) - 1)
 
 
-def _chunk(chunk: Chunk) -> TraceChunk:
+def _numbers(chunk: Chunk) -> tuple[int, ...]:
+    num_prompt = UNKNOWN if chunk.num_prompt_tokens is None else chunk.num_prompt_tokens
+    return (chunk.sequence_id, chunk.is_prefill, chunk.start, chunk.end, num_prompt, chunk.num_cached)
+
+
+def _chunk(request_id: int, is_prefill: int, start: int, end: int, num_prompt: int, num_cached: int) -> TraceChunk:
     return TraceChunk(
-        request_id=chunk.sequence_id,
-        kind="prefill" if chunk.is_prefill else "decode",
-        start=chunk.start,
-        end=chunk.end,
-        prompt_tokens=chunk.num_prompt_tokens,
-        cached_tokens=chunk.num_cached,
+        request_id=request_id,
+        kind="prefill" if is_prefill else "decode",
+        start=start,
+        end=end,
+        prompt_tokens=None if num_prompt == UNKNOWN else num_prompt,
+        cached_tokens=num_cached,
     )
