@@ -67,8 +67,9 @@ class Experts:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(first, first + count)
-                part_RM = self._expert(expert, _padded(x_TM[tokens_R[rows]]))[:count]
-                out_TM.index_add_(0, tokens_R[rows], part_RM.mul_(weights_R[rows, None]))
+                part_RM = self._expert(expert, _padded(x_TM[tokens_R[rows]]))[:count].mul_(weights_R[rows, None])
+                # A token is there once, so nothing is lost; torch's index_add_ would sort the rows first.
+                out_TM.index_copy_(0, tokens_R[rows], part_RM.add_(out_TM[tokens_R[rows]]))
                 first += count
         if self.shared is not None:
             shared_TM = self.shared(x_TM)

@@ -14,7 +14,7 @@ from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, Trace
 
 MOST_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
 MOST_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as a few
-GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 20
+GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 4
 NUMBERS_PER_CHUNK = 6
 UNKNOWN = -1  # the length of a prompt that is still being read
 OUTCOMES: dict[FinishReason, Outcome] = {"abort": "cancelled", "stop": "stop", "length": "length"}
@@ -101,7 +101,7 @@ class Course:
     cached_tokens: int = 0
     written_tokens: int | None = None  # None: as many as there are times
     num_preemptions: int = 0
-    chunks: list[ChunkTime] = field(default_factory=list)
+    chunks: array[float] = field(default_factory=lambda: array("d"))  # (step, start, end, ms) of each
     adjustments: tuple[str, ...] = ()
     ended_s: float | None = None
     outcome: Outcome | None = None
@@ -114,8 +114,7 @@ class Course:
         if self.prompt_tokens is None:
             self.prompt_tokens = chunk.num_prompt_tokens
         if chunk.is_prefill:
-            ms = round(result.elapsed_s * 1e3, 3)
-            self.chunks.append(ChunkTime(step=result.step, start=chunk.start, end=chunk.end, ms=ms))
+            self.chunks.extend((result.step, chunk.start, chunk.end, round(result.elapsed_s * 1e3, 3)))
         if chunk.sequence_id in result.token_by_sequence:
             self.token_times_s.append(started_s + result.elapsed_s)
 
@@ -136,7 +135,10 @@ class Course:
             cached_tokens=self.cached_tokens,
             written_tokens=len(times) if self.written_tokens is None else self.written_tokens,
             num_preemptions=self.num_preemptions,
-            chunks=tuple(self.chunks),
+            chunks=tuple(
+                ChunkTime(step=int(step), start=int(start), end=int(end), ms=ms)
+                for step, start, end, ms in zip(*(self.chunks[first::4] for first in range(4)), strict=True)
+            ),
             gaps_ms=tuple(round(max(0.0, after - before) * 1e3, 3) for before, after in pairwise(times)),
             adjustments=self.adjustments,
         )
@@ -273,7 +275,7 @@ class Recorder:
 
 def _num_gaps(course: Course) -> int:
     """Its size in memory."""
-    return GAPS_PER_REQUEST + GAPS_PER_CHUNK * len(course.chunks) + max(0, len(course.token_times_s) - 1)
+    return GAPS_PER_REQUEST + len(course.chunks) + max(0, len(course.token_times_s) - 1)
 
 
 def _numbers(chunk: Chunk) -> tuple[int, ...]:
