@@ -7,6 +7,7 @@ process. Ends with 1 where logits are more than 1e-4 apart, or the plan and the 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -124,6 +125,8 @@ def speed_row(name: str, folder: Path, num_tokens: int, num_rounds: int) -> tupl
                 writing[index].append((SPEED_WRITTEN - 1) / output.decode_s)
     for engine in engines:
         engine.close()
+    del engine, engines
+    gc.collect()  # before the next family's are loaded
     ours, theirs = ((statistics.median(reading[i]), statistics.median(writing[i])) for i in (0, 1))
     return (*ours, *theirs)
 

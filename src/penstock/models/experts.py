@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,23 @@ class Experts:
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """Rows are grouped by expert over the whole step, so that each expert's weights are read once."""
         weights_TA, experts_TA = self._route(x_TM)
+        mixed = self._of_one if len(x_TM) == 1 else self._of_many
+        out_TM = mixed(x_TM, weights_TA, experts_TA)
+        if self.shared is not None:
+            shared_TM = self.shared(x_TM)
+            out_TM += shared_TM if self.shared_gate is None else shared_TM.mul_(self.shared_gate(x_TM).sigmoid_())
+        return out_TM
+
+    def _of_one(self, x_TM: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
+        """A single token has nothing to group."""
+        out_TM = torch.zeros_like(x_TM)
+        for expert, weight in sorted(
+            zip(experts_TA[0].tolist(), weights_TA[0].unbind(), strict=True), key=itemgetter(0)
+        ):
+            out_TM += self._expert(expert, x_TM).mul_(weight)
+        return out_TM
+
+    def _of_many(self, x_TM: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
         order_R = experts_TA.flatten().argsort(stable=True)
         counts = torch.bincount(experts_TA.flatten(), minlength=self.spec.num_experts).tolist()
         tokens_R = order_R // self.spec.num_active
@@ -71,9 +89,6 @@ class Experts:
                 # A token is there once, so nothing is lost; torch's index_add_ would sort the rows first.
                 out_TM.index_copy_(0, tokens_R[rows], part_RM.add_(out_TM[tokens_R[rows]]))
                 first += count
-        if self.shared is not None:
-            shared_TM = self.shared(x_TM)
-            out_TM += shared_TM if self.shared_gate is None else shared_TM.mul_(self.shared_gate(x_TM).sigmoid_())
         return out_TM
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
