@@ -433,6 +433,7 @@ class Engine:
 
     @property
     def records_steps(self) -> bool:
+        """Whether `warm_up` has steps to record: a native model on a GPU."""
         return (lane := self._native_lane) is not None and lane.pieces is not None
 
     @property
