@@ -13,7 +13,7 @@ from penstock.request import Chunk, Failed, Finished, FinishReason, Request, Ste
 from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
 
 MOST_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
-MOST_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as a few
+MOST_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as its numbers
 GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 4
 NUMBERS_PER_CHUNK = 6
 UNKNOWN = -1  # the length of a prompt that is still being read
@@ -137,7 +137,9 @@ class Course:
             num_preemptions=self.num_preemptions,
             chunks=tuple(
                 ChunkTime(step=int(step), start=int(start), end=int(end), ms=ms)
-                for step, start, end, ms in zip(*(self.chunks[first::4] for first in range(4)), strict=True)
+                for step, start, end, ms in zip(
+                    *(self.chunks[i::GAPS_PER_CHUNK] for i in range(GAPS_PER_CHUNK)), strict=True
+                )
             ),
             gaps_ms=tuple(round(max(0.0, after - before) * 1e3, 3) for before, after in pairwise(times)),
             adjustments=self.adjustments,
