@@ -19,6 +19,7 @@ from penstock.request import StepPlan, StepResult, Token
 from penstock.trace.summary import percentile
 
 Report = Callable[[str, object], None]
+REST_S = 1.0  # a card that has just been warmed up is slower for a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class GpuBench:
         lengths = [min(length, longest) for length in (4096, 4, 40, 400, 4000, 12_000)]
         for _ in range(2):
             self.seconds([self.work.tokens(length, 0) for length in lengths], [4] * len(lengths))
+        time.sleep(REST_S)
 
     def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> float:
         """From submission to the last token of all."""
@@ -227,6 +229,7 @@ def bytes_against_plan(
     found = {}
     for length in lengths:
         with load(context=length + 64, max_running=1) as engine:
+            engine.warm_up()
             plan = engine.plan(length)
             planned = plan.peak_bytes - plan.runtime_bytes
             engine.generate(work.tokens(length, 0), max_tokens=2, ignore_eos=True)

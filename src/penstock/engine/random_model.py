@@ -21,7 +21,8 @@ from penstock.models.files import resolve
 from penstock.models.groups import grouped
 from penstock.models.packed import PackedRows
 
-SPREAD = 0.02  # of the values of a matrix
+# As vLLM draws its dummy weights, norms too: how fast a card multiplies depends on what it multiplies.
+LARGEST = 1e-3
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -43,7 +44,7 @@ QWEN3_8B = {
 
 
 class RandomWeights:
-    """Every tensor that is asked for, drawn on its own device; norms are one."""
+    """Every tensor that is asked for, drawn on its own device."""
 
     names: frozenset[str] = frozenset()
     quantization = "BF16"
@@ -53,13 +54,10 @@ class RandomWeights:
 
     @torch.inference_mode()
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
-        if "norm" in name:
-            destination.fill_(1.0)
-        else:
-            destination.normal_(0.0, SPREAD)
+        destination.uniform_(-LARGEST, LARGEST)
 
     def pack_into(self, destination: PackedRows, name: str) -> None:
-        values = torch.empty(destination.shape).normal_(0.0, SPREAD)
+        values = torch.empty(destination.shape).uniform_(-LARGEST, LARGEST)
         destination.matrix.fill(destination.start, grouped(values.numpy(), destination.matrix.format))
 
 
