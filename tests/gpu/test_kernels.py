@@ -86,7 +86,7 @@ class Step:
             storage.keys[0][slots] = self.k[index].to(DEVICE)
             storage.values[0][slots] = self.v[index].to(DEVICE)
         attention = CudaAttention(storage, self.block, num_heads=self.num_heads)
-        attention._num_processors = num_processors or attention._num_processors
+        attention.num_processors = num_processors or attention.num_processors
         if reader is not None:
             attention.reader = reader(storage, self.block, num_heads=self.num_heads)
         attention.begin_step(self.inputs(spans))

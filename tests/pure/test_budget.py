@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import GPU_STEP_SIZES, PrefillPriority
-from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget
+from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget, Waves
 
 # Seconds per step, token, token x context, decode x context, chunk x context.
 TRUTH = (0.004, 2e-5, 5e-10, 4e-9, 1e-7)
@@ -162,6 +162,35 @@ def test_what_was_measured_at_load_tells_of_longer_contexts_too():
         for size in (300, 1000, 5000):
             load = StepLoad(num_tokens=32, decode_contexts=70_000).with_chunk(start, size)
             assert cost.predict(load) == pytest.approx(true_seconds(load), rel=0.1)
+
+
+WAVES = Waves(tile_tokens=128, num_heads=32, tiles_at_once=132)
+
+
+@given(num_tokens=st.integers(1, 20_000))
+def test_attention_takes_the_time_of_whole_waves(num_tokens):
+    filled, one_wave = WAVES.tokens_filled(num_tokens), WAVES.tokens_filled(1)
+    assert filled % one_wave == 0
+    assert num_tokens <= filled < num_tokens + 128 + one_wave  # a tile and a wave are rounded up
+    within = WAVES.tokens_within(num_tokens)
+    assert num_tokens - 512 < within <= num_tokens
+    assert within % 512 == 0
+    assert [WAVES.tokens_filled(n) // one_wave for n in (1, 512, 513, 1024, 1025)] == [1, 1, 2, 2, 3]
+
+
+def test_a_wave_that_would_hardly_be_filled_is_left_to_the_next_step():
+    """At 40,000 tokens of context attention is most of a step: 560 tokens would take the time of 1,024."""
+    load = StepLoad(num_tokens=32, decode_contexts=32 * 2000)
+    cost = StepCost(TRUTH, waves=WAVES)
+    target_s = cost.predict(load.with_chunk(40_000, 608))
+    assert target_s == pytest.approx(cost.predict(load.with_chunk(40_000, 1000)), rel=0.2)
+    budget = TokenBudget(ceiling=8192, target_s=target_s, cost=cost, lateness=1.0, sizes=GPU_STEP_SIZES)
+    assert budget.allowance(load, 40_000, 30_000) == 512
+    assert budget.allowance(load, 40_000, 600) == 600  # all that is left
+    budget.cost = StepCost(TRUTH)
+    assert budget.allowance(load, 40_000, 30_000) > 608
+    budget.cost = cost
+    assert budget.allowance(load, 0, 30_000) > 608  # with nothing before it attention is little of a step
 
 
 def test_without_a_target_the_ceiling_is_the_allowance():

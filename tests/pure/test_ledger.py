@@ -68,7 +68,7 @@ def test_the_order_of_samples_does_not_matter(first, second, generator):
     assert verdicts(before, run(probe(measure(*second)))) == verdicts(before, run(probe(measure(*shuffled))))
 
 
-@given(st.floats(1e-4, 1e3), st.floats(0.0, 0.02), st.floats(1.2, 10.0))
+@given(st.floats(0.02, 1e3), st.floats(0.0, 0.02), st.floats(1.2, 10.0))
 def test_a_change_beyond_the_spread_is_flagged(seconds, noise, factor):
     samples = [seconds * (1 + noise * share) for share in (0.0, 0.2, 0.4, 0.9, 1.0)]
     before, after = (run(probe(measure(*(f * s for s in samples)))) for f in (1.0, factor))
@@ -87,6 +87,13 @@ def test_a_machine_that_others_slow_down_is_no_change(samples, factor):
     before = run(probe(measure(*samples)))
     after = run(probe(measure(*(factor * s for s in samples)), yardstick=(0.01 * factor, 0.01 * factor)))
     assert verdicts(before, after) == verdicts(after, before) == ["same"]
+
+
+@given(st.floats(1e-5, 2e-3))
+def test_less_than_half_a_millisecond_is_no_change(seconds):
+    before = run(probe(measure(*[seconds] * 5)))
+    assert verdicts(before, run(probe(measure(*[seconds + 0.0004] * 5)))) == ["same"]
+    assert verdicts(before, run(probe(measure(*[2 * seconds + 0.001] * 5)))) == ["slower"]
 
 
 def test_a_yardstick_that_became_faster_hides_nothing():

@@ -103,9 +103,9 @@ class CudaAttention:
         self.device = keys.device
         self._padded_size = max(LEAST_ROWS, _power_of_two(self.head_size))
         self._narrow, self._wide = tile_shapes(self.group, self.head_size, keys.dtype)
-        self._num_processors = 132
+        self.num_processors = 132
         if self.device.type == "cuda":
-            self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._layout: StepLayout | None = None
         self._inputs: ForwardInputs | None = None  # of a step with images
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
@@ -343,7 +343,7 @@ class CudaAttention:
         num_keys = tile_set.num_keys if window is None else np.minimum(tile_set.num_keys, window + shape.num_rows)
         tile_bytes = self.num_kv_heads * shape.num_rows * self.head_size * 4
         largest = MAX_PARTIAL_BYTES // (len(num_keys) * tile_bytes)
-        return num_splits(num_keys, self.num_kv_heads, self._num_processors * shape.programs, largest)
+        return num_splits(num_keys, self.num_kv_heads, self.num_processors * shape.programs, largest)
 
     def _block_table(self, inputs: ForwardInputs) -> np.ndarray:
         """[C, blocks of the longest]. Rows are kept from step to step: most sequences have the blocks they had."""

@@ -18,8 +18,10 @@ from penstock.bench.ledger import BenchRun
 from penstock.bench.samples import Measure, ProbeResult, Unit
 from penstock.document import Document
 
-# Under these shares nothing is a change. The libraries' own pages are resident or not, as the system likes.
-FLOORS: dict[Unit, float] = {"s": 0.10, "bytes": 0.15, "tokens": 0.01}
+# Under these shares, or this much, nothing is a change. Where a run's objects lie in memory decides a tenth of its
+# time, and the libraries' own pages are resident or not, as the system likes.
+FLOORS: dict[Unit, float] = {"s": 0.15, "bytes": 0.15, "tokens": 0.01}
+LEAST: dict[Unit, float] = {"s": 0.0005, "bytes": 0, "tokens": 0}
 FEWEST_SAMPLES: dict[Unit, int] = {"s": 5, "bytes": 1, "tokens": 1}
 USUAL_SPREADS = 3
 
@@ -115,7 +117,7 @@ def _change(probe: str, before: Measure, after: Measure, *, usual_spread: float,
     low, high = (before, after) if is_more else (after, before)
     has_enough = min(len(low.samples), len(high.samples)) >= FEWEST_SAMPLES[unit]
     is_apart = low.median < min(high.samples)
-    is_beyond = high.median > limit * low.median and min(high.samples) > limit * min(low.samples)
+    is_beyond = high.median > limit * low.median + LEAST[unit] and min(high.samples) > limit * min(low.samples)
     is_change = has_enough and is_apart and is_beyond
     return Change(
         probe=probe,

@@ -7,10 +7,11 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.attention.flashinfer import TILE_TOKENS
 from penstock.config import GPU_STEP_SIZES
 from penstock.lanes.pieces import MOST_TOKENS
 from penstock.request import Failed
-from penstock.schedule.budget import StepCost, StepLoad
+from penstock.schedule.budget import StepCost, StepLoad, Waves
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -58,7 +59,7 @@ class Calibration:
             budget.ceiling, engine.on_step, engine.most_in_flight = ceiling, watcher, in_flight
             if self._scheduler.prefix is not None:
                 self._scheduler.prefix.clear()
-        return StepCost.fitted(self._observations)
+        return StepCost.fitted(self._observations, waves=self._waves)
 
     def _use_first(self) -> None:
         """What is compiled, loaded and cached by its first use."""
@@ -110,6 +111,20 @@ class Calibration:
             ids.append(request_id)
         while any(request_id in self._scheduler.sequences for request_id in ids):
             self._step()
+
+    @property
+    def _waves(self) -> Waves | None:
+        """Where FlashInfer reads chunks; None elsewhere."""
+        lane = self._engine.native_lane
+        if not self._is_gpu or lane is None:
+            return None
+        from penstock.attention.cuda import CudaAttention
+
+        attention = lane.attention
+        if not isinstance(attention, CudaAttention) or attention.reader is None:
+            return None
+        reader = attention.reader
+        return Waves(tile_tokens=TILE_TOKENS, num_heads=reader.num_heads, tiles_at_once=attention.num_processors)
 
     @property
     def _capacity(self) -> int:

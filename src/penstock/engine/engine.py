@@ -428,16 +428,17 @@ class Engine:
 
     def warm_up(self) -> None:
         """Makes ahead of time what would be made in the middle of requests: recordings of a GPU's steps."""
-        if (lane := self._native_lane) is not None:
+        if (lane := self.native_lane) is not None:
             lane.record()
 
     @property
     def records_steps(self) -> bool:
         """Whether `warm_up` has steps to record: a native model on a GPU."""
-        return (lane := self._native_lane) is not None and lane.pieces is not None
+        return (lane := self.native_lane) is not None and lane.pieces is not None
 
     @property
-    def _native_lane(self) -> NativeTextLane | None:
+    def native_lane(self) -> NativeTextLane | None:
+        """None where the model runs on another lane."""
         lane = self.model.lane
         lane = lane.decoding if isinstance(lane, NativeMultimodalLane) else lane
         return lane if isinstance(lane, NativeTextLane) else None

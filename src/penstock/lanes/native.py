@@ -47,8 +47,18 @@ class NativeTextLane:
         """Ahead of time, so that no request waits for it."""
         if self.graphs is not None:
             self.graphs.record_all()
+            self._use_head(self.graphs.attention.max_rows)
         if self.pieces is not None:
             self.pieces.record_all()
+
+    @torch.inference_mode()
+    def _use_head(self, most_rows: int) -> None:
+        """A matrix kernel that is used for the first time is loaded first, and that waits for the step that runs."""
+        hidden_TM = torch.zeros(
+            most_rows, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device
+        )
+        for num_rows in range(1, most_rows + 1):
+            self.decoder.logits(hidden_TM[:num_rows])
 
     def _hidden(self, inputs: ForwardInputs) -> torch.Tensor:
         for way in (self.graphs, self.pieces, self.steps):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import PrefillPriority
 from penstock.request import Chunk
@@ -66,10 +65,30 @@ POLICIES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waves:
+    """Attention of a GPU: every head takes a prompt's tokens in tiles, and so many tiles run at once: a wave."""
+
+    tile_tokens: int
+    num_heads: int
+    tiles_at_once: int
+
+    def tokens_filled(self, num_tokens: int) -> int:
+        """Those whose attention takes as long: the last wave takes its time however many tiles it has."""
+        num_tiles = -(-num_tokens // self.tile_tokens) * self.num_heads
+        return -(-num_tiles // self.tiles_at_once) * self.tiles_at_once * self.tile_tokens // self.num_heads
+
+    def tokens_within(self, num_tokens: int) -> int:
+        """The most of these that leave no wave half empty; 0 where they do not fill one."""
+        per_wave = self.tiles_at_once // self.num_heads * self.tile_tokens
+        return num_tokens // per_wave * per_wave if per_wave else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
     """What a step's time depends on."""
 
     num_tokens: int = 0
+    num_prompt_tokens: int = 0  # of these
     token_contexts: int = 0  # over prompt chunks: tokens x tokens before them, on average over the chunk
     decode_contexts: int = 0  # over decodes: tokens before them
     chunk_contexts: int = 0  # over prompt chunks: tokens before them, which a chunk fetches however short it is
@@ -86,6 +105,7 @@ class StepLoad:
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
         return StepLoad(
             num_tokens=self.num_tokens + num_tokens,
+            num_prompt_tokens=self.num_prompt_tokens + num_tokens,
             token_contexts=self.token_contexts + num_tokens * start + num_tokens * num_tokens // 2,
             decode_contexts=self.decode_contexts,
             chunk_contexts=self.chunk_contexts + start,
@@ -94,6 +114,7 @@ class StepLoad:
     def with_decode(self, context: int) -> StepLoad:
         return StepLoad(
             num_tokens=self.num_tokens + 1,
+            num_prompt_tokens=self.num_prompt_tokens,
             token_contexts=self.token_contexts,
             decode_contexts=self.decode_contexts + context,
             chunk_contexts=self.chunk_contexts,
@@ -102,6 +123,13 @@ class StepLoad:
     @property
     def features(self) -> tuple[float, ...]:
         return (1.0, self.num_tokens, self.token_contexts, self.decode_contexts, self.chunk_contexts)
+
+    def features_in(self, waves: Waves | None) -> tuple[float, ...]:
+        """None: attention takes the time of its tokens."""
+        if waves is None or not self.num_prompt_tokens:
+            return self.features
+        filled = waves.tokens_filled(self.num_prompt_tokens) / self.num_prompt_tokens
+        return (1.0, self.num_tokens, filled * self.token_contexts, self.decode_contexts, self.chunk_contexts)
 
 
 NUM_FEATURES = 5
@@ -128,8 +156,13 @@ class StepCost:
     BELIEVED_PACE, LEAST_PACE, MOST_PACE = 0.2, 0.5, 2.0
 
     def __init__(
-        self, coefficients: Sequence[float], scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0, 8_192.0)
+        self,
+        coefficients: Sequence[float],
+        scales: Sequence[float] = (1.0, 512.0, 2.0**22, 65_536.0, 8_192.0),
+        *,
+        waves: Waves | None = None,
     ) -> None:
+        self.waves = waves
         self.coefficients = [max(0.0, value) for value in coefficients]
         self.pace = 1.0  # of recent steps: their time over that of the fit
         self._scales = tuple(scales)  # how large each feature is in an ordinary step
@@ -139,16 +172,16 @@ class StepCost:
         ]
 
     @classmethod
-    def fitted(cls, observations: Sequence[tuple[StepLoad, float]]) -> StepCost:
+    def fitted(cls, observations: Sequence[tuple[StepLoad, float]], *, waves: Waves | None = None) -> StepCost:
         """From a handful of steps: the parts of their time, none negative, whose relative errors are least."""
-        seen = [(load, elapsed_s) for load, elapsed_s in observations if elapsed_s > 0]
-        largest = [max(1.0, *values) for values in zip(*(load.features for load, _ in seen), strict=True)]
+        seen = [(load.features_in(waves), elapsed_s) for load, elapsed_s in observations if elapsed_s > 0]
+        largest = [max(1.0, *values) for values in zip(*(features for features, _ in seen), strict=True)]
         rows = [
-            [value / scale / elapsed_s for value, scale in zip(load.features, largest, strict=True)]
-            for load, elapsed_s in seen
+            [value / scale / elapsed_s for value, scale in zip(features, largest, strict=True)]
+            for features, elapsed_s in seen
         ]
         shares = _least_squares(rows)
-        cost = cls([share / scale for share, scale in zip(shares, largest, strict=True)], largest)
+        cost = cls([share / scale for share, scale in zip(shares, largest, strict=True)], largest, waves=waves)
         cost._unit_s = sorted(elapsed_s for _, elapsed_s in seen)[len(seen) // 2]
         cost._covariance = [
             [cls.MOST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
@@ -159,23 +192,12 @@ class StepCost:
         return self.pace * self._fit(load)
 
     def _fit(self, load: StepLoad) -> float:
-        return sum(c * x for c, x in zip(self.coefficients, load.features, strict=True))
+        return sum(c * x for c, x in zip(self.coefficients, load.features_in(self.waves), strict=True))
 
     def largest_chunk(self, load: StepLoad, start: int, upper: int, limit_s: float) -> int:
         """Tokens after `start`, up to `upper`, with which a step of that load is predicted to stay within the limit."""
-        _, per_token, per_token_context, _, per_chunk_context = self.coefficients
-        room_s = limit_s / self.pace - self._fit(load) - per_chunk_context * start
-        if room_s < 0:
-            return 0
-        # num_tokens * slope + num_tokens² * curve = room_s
-        slope, curve = per_token + per_token_context * start, per_token_context / 2
-        denominator = slope + math.sqrt(slope * slope + 4 * curve * room_s)
-        found = min(upper, int(2 * room_s / denominator)) if denominator > 0 else upper
-        while found < upper and self.predict(load.with_chunk(start, found + 1)) <= limit_s:
-            found += 1
-        while found > 0 and self.predict(load.with_chunk(start, found)) > limit_s:
-            found -= 1
-        return found
+        sizes = range(1, upper + 1)
+        return bisect_right(sizes, limit_s, key=lambda num_tokens: self.predict(load.with_chunk(start, num_tokens)))
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         if elapsed_s <= 0:
@@ -191,7 +213,7 @@ class StepCost:
             limit = self.LARGEST_SURPRISE * predicted / elapsed_s
             surprise = max(-limit, min(limit, surprise))
         weight = self._unit_s / elapsed_s
-        x = [weight * value / scale for value, scale in zip(load.features, self._scales, strict=True)]
+        x = [weight * value / scale for value, scale in zip(load.features_in(self.waves), self._scales, strict=True)]
         gain = self._free_gain(x, surprise)
         for i, scale in enumerate(self._scales):
             # No part of a step takes negative time.
@@ -299,7 +321,8 @@ class TokenBudget:
         # The latest steps, not the average ones, are to stay within the target.
         aim_s = self.target_s * stretch / self.lateness
         allowed = self.cost.largest_chunk(load, start, upper, aim_s)
-        return self._even(load, start, allowed, upper, aim_s) if self.sizes else allowed
+        even = self._even(load, start, allowed, upper, aim_s) if self.sizes else allowed
+        return even if even == upper or self.cost.waves is None else self._fastest(load, start, even, allowed)
 
     def _even(self, load: StepLoad, start: int, allowed: int, upper: int, aim_s: float) -> int:
         """So many that the step has one of the sizes, or all that are there where the next size is not too much."""
@@ -312,3 +335,18 @@ class TokenBudget:
                 return allowed
         even = self.sizes[index - 1] - load.num_tokens if index else 0
         return even if even >= self.floor else allowed
+
+    def _fastest(self, load: StepLoad, start: int, even: int, allowed: int) -> int:
+        """The even size, or fewer tokens that leave no wave half empty: whichever reads more tokens in a second."""
+        cost = self.cost
+        assert cost is not None
+        assert cost.waves is not None
+        full = cost.waves.tokens_within(load.num_prompt_tokens + allowed) - load.num_prompt_tokens
+
+        def tokens_per_s(count: int) -> float:
+            step = load.with_chunk(start, count)
+            index = bisect_left(self.sizes, step.num_tokens)
+            padded = self.sizes[index] if index < len(self.sizes) else step.num_tokens
+            return count / cost.predict(replace(step, num_tokens=padded))
+
+        return even if full < self.floor else max((even, full), key=tokens_per_s)

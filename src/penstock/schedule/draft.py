@@ -28,6 +28,7 @@ class Draft:
     def load(self) -> StepLoad:
         return StepLoad(
             num_tokens=self.num_decodes + self.num_prompt_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
             token_contexts=self.token_contexts,
             decode_contexts=self.decode_contexts,
             chunk_contexts=self.chunk_contexts,
