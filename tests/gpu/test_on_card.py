@@ -74,13 +74,12 @@ def test_bfloat16_in_chunks_is_no_further_from_float32_than_the_whole_prompt(nam
         assert (logits[0] - exact[0]).abs().max() <= 1.5 * yardstick
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5"])
-def test_the_kernels_of_flash_linear_attention_are_no_further_from_float32_than_torch(name, read, monkeypatch):
+def test_the_kernels_of_flash_linear_attention_are_no_further_from_float32_than_torch(read, monkeypatch):
     pytest.importorskip("fla")
-    exact, _ = read(name, chunk_size=0)
+    exact, _ = read("qwen3-5", chunk_size=0)
 
     def error(chunk_size):
-        return (read(name, chunk_size=chunk_size, dtype="bfloat16")[0][0] - exact[0]).square().mean().sqrt()
+        return (read("qwen3-5", chunk_size=chunk_size, dtype="bfloat16")[0][0] - exact[0]).square().mean().sqrt()
 
     for chunk_size in (0, 1, 7, 64):
         with monkeypatch.context() as without:

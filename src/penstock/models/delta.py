@@ -53,7 +53,9 @@ class GatedDelta:
         """[T, value width]: what the output projection is given. The states of the step's chunks advance."""
         qkv_TC, z_THV, beta_TH, alpha_TH = self._project(x_TM)
         mixed_TC = convolve(qkv_TC, self.conv_CW, None, inputs, state.tails_SWC)
-        read_THV = recur(self._tokens(mixed_TC, beta_TH, alpha_TH), inputs, state.matrices_SHKV, x_TM.dtype)
+        # Of Qwen3-Next, whose rows are grouped, the kernels of flash-linear-attention were measured to be too coarse.
+        dtype = torch.float32 if self.spec.is_grouped else x_TM.dtype
+        read_THV = recur(self._tokens(mixed_TC, beta_TH, alpha_TH), inputs, state.matrices_SHKV, dtype)
         normed_THV = self.norm(read_THV.to(x_TM.dtype))
         return (normed_THV * F.silu(z_THV.float())).to(x_TM.dtype).flatten(1)
 
