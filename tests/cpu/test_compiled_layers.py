@@ -7,6 +7,7 @@ from penstock.attention import c_library
 from penstock.attention.backend import ForwardInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
+from penstock.models.cpu_layers import multiply
 from penstock.models.layers import Linear, RmsNorm, gated_activation, wide_product
 
 pytestmark = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
@@ -59,7 +60,7 @@ def test_a_gated_activation(kind, num_rows, width):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (24, 40), (65, 32), (200, 576), (130, 100), (40, 1025)])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 8), (24, 40), (65, 1600), (200, 576), (130, 100), (40, 1025)])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 16, 17, 32, 33, 100, 130, 385])
 def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, num_out, num_in, bias):
     linear = Linear(weight_OI=random(num_out, num_in), bias_O=random(num_out, seed=2) if bias else None)
@@ -70,6 +71,12 @@ def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, 
     linear.add_to(out, x)
     # With a bias and many rows torch adds a product that was rounded already.
     assert_rounded(out, before + expected, scale=0.1 + expected.abs())
+
+
+def test_a_product_of_more_rows_than_are_turned_at_once():
+    x, weight = random(1030, 96, seed=3), random(130, 96)
+    found = multiply(c_library.c_kernels(), x, weight, None)
+    assert_rounded(found, x.double() @ weight.double().T, scale=0.1)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 100])

@@ -64,7 +64,7 @@ struct product {
     const bf16 *bias;       /* [outputs], or NULL */
     bf16 *out;              /* [rows, outputs] */
     float *wide;            /* the same, in place of `out` where it is not NULL */
-    void *workspace;        /* [threads, penstock_product_bytes], of many rows; sums of groups, of packed codes */
+    void *workspace;        /* [penstock_product_bytes], of many rows; sums of groups, of packed codes */
     parallel_t parallel;
     int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is in `out` */
 };

@@ -90,17 +90,17 @@ INLINE size_t place_of(const struct attention *a, int chunk, int kv_head, int po
     return (slot * a->num_kv_heads + kv_head) * a->head_size;
 }
 
-/* Asks for keys and values ahead of their use: a head's rows lie too far apart for the processor to guess. */
-static void fetch_ahead(const struct attention *a, int chunk, int kv_head, int first, int end)
+/* Reads keys or values of some heads in the order in which they lie, a word of each line: the processor then guesses the
+ * next ones, which it does neither from the order in which heads use them nor from prefetch instructions. */
+static void bring_near(const struct attention *a, const bf16 *pages, int chunk, int first_head, int end_head, int first,
+                       int end)
 {
     size_t stride = (size_t)a->num_kv_heads * a->head_size, place = 0;
     for (int position = first, left = 0; position < end; position++, place += stride, left--) {
         if (!left)
-            place = place_of(a, chunk, kv_head, position), left = a->block_size - position % a->block_size;
-        for (int dim = 0; dim < a->head_size; dim += 32) {
-            _mm_prefetch((const char *)(a->keys + place + dim), _MM_HINT_T0);
-            _mm_prefetch((const char *)(a->values + place + dim), _MM_HINT_T0);
-        }
+            place = place_of(a, chunk, first_head, position), left = a->block_size - position % a->block_size;
+        for (int dim = 0; dim < (end_head - first_head) * a->head_size; dim += 32)
+            (void)*(const volatile bf16 *)(pages + place + dim);
     }
 }
 
@@ -332,7 +332,7 @@ static void attend_tile(const struct attention *a, struct scratch *w, int chunk,
 }
 
 /* The scores of one query over 16 keys. */
-INLINE __m512 score_one(const struct scratch *w, const bf16 *query, int head_size, int key)
+INLINE __m512 score_one(const struct scratch *w, const bf16 *query, int head_size, size_t offset, int key)
 {
     __m512 sums[LANES];
     for (int i = 0; i < LANES; i++)
@@ -340,23 +340,33 @@ INLINE __m512 score_one(const struct scratch *w, const bf16 *query, int head_siz
     for (int dim = 0; dim < head_size; dim += 32) {
         __m512i q = load_32(query + dim, head_size - dim);
         for (int i = 0; i < LANES; i++)
-            sums[i] = dot(sums[i], q, load_32(w->key_rows[key + i] + dim, head_size - dim));
+            sums[i] = dot(sums[i], q, load_32(w->key_rows[key + i] + offset + dim, head_size - dim));
     }
     return sum_each(sums);
 }
 
-/* Scores of a block become weights, for one query head of a single token; a key per lane. */
-static void weigh_one(const struct attention *a, struct scratch *w, const bf16 *query, int of_head, int in_group,
-                      int first_key, int count, int lowest)
+/* Scores of query heads of a single token over a block of keys, a key per lane. */
+static void score_all(const struct attention *a, struct scratch *w, int chunk, int first_head, int end_head, int count)
 {
-    int row = of_head + in_group;
+    int group = a->num_heads / a->num_kv_heads, num_rows = (end_head - first_head) * group;
+    const bf16 *query = a->queries + ((size_t)a->query_starts[chunk] * a->num_heads + first_head * group) * a->head_size;
+    for (int key = 0; key < count; key += LANES)
+        for (int row = 0; row < num_rows; row++) {
+            size_t offset = (size_t)(row / group) * a->head_size;
+            _mm512_store_ps(w->scores[row] + key, score_one(w, query + (size_t)row * a->head_size, a->head_size, offset, key));
+        }
+}
+
+/* Scores of a block become weights, for one query head of a single token. */
+static void weigh_one(const struct attention *a, struct scratch *w, int row, int first_key, int count, int lowest)
+{
     float factor = a->softcap > 0 ? LOG2E : a->scale * LOG2E;
     __m512 scores[KEYS / LANES], found = _mm512_set1_ps(MASKED), total = _mm512_setzero_ps();
     for (int i = 0; i < KEYS / LANES; i++) {
         __m512i at = _mm512_add_epi32(_mm512_set1_epi32(i * LANES), LANE_NUMBERS);
         __mmask16 is_seen = _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(count)) &
                             _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(lowest - first_key));
-        scores[i] = i * LANES < count ? score_one(w, query, a->head_size, i * LANES) : _mm512_setzero_ps();
+        scores[i] = _mm512_maskz_load_ps(is_seen, w->scores[row] + i * LANES);
         if (a->softcap > 0)
             scores[i] = softcapped(scores[i], a->scale, a->softcap);
         scores[i] = _mm512_mask_mov_ps(_mm512_set1_ps(MASKED), is_seen, scores[i]);
@@ -364,32 +374,30 @@ static void weigh_one(const struct attention *a, struct scratch *w, const bf16 *
     }
     float before = w->highest[row], highest = _mm512_reduce_max_ps(found) * factor;
     highest = highest > before ? highest : before;
-    uint32_t *weights = w->weights[0] + in_group * (KEYS / 2);
     for (int i = 0; i < KEYS / LANES; i += 2) {
         __m512 one = exp2_ps(_mm512_fmsub_ps(scores[i], _mm512_set1_ps(factor), _mm512_set1_ps(highest)));
         __m512 two = exp2_ps(_mm512_fmsub_ps(scores[i + 1], _mm512_set1_ps(factor), _mm512_set1_ps(highest)));
         total = _mm512_add_ps(total, _mm512_add_ps(one, two));
-        _mm512_store_si512(weights + i / 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(two, one));
+        _mm512_store_si512(w->weights[0] + row * (KEYS / 2) + i / 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(two, one));
     }
-    w->fading[in_group] = power_of_2(before - highest);
-    w->totals[row] = w->totals[row] * w->fading[in_group] + _mm512_reduce_add_ps(total);
+    w->fading[row] = power_of_2(before - highest);
+    w->totals[row] = w->totals[row] * w->fading[row] + _mm512_reduce_add_ps(total);
     w->highest[row] = highest;
 }
 
 /* Adds the weighted values of a block to `num_rows` rows, which is a constant where this is inlined. */
-INLINE void sum_values_of(struct scratch *w, int of_head, int first_row, int head_size, int count, const int num_rows)
+INLINE void sum_values_of(struct scratch *w, int first_row, int head_size, size_t offset, int count, const int num_rows)
 {
     int width = padded(head_size);
-    float *all_sums = w->sums + (size_t)of_head * width;
     for (int dim = 0; dim < head_size; dim += 32) {
         __m512 sums[2 * 4];
         for (int r = 0; r < num_rows; r++)
             for (int l = 0; l < 2; l++)
-                sums[2 * r + l] = _mm512_mul_ps(_mm512_load_ps(all_sums + (first_row + r) * width + dim + l * LANES),
+                sums[2 * r + l] = _mm512_mul_ps(_mm512_load_ps(w->sums + (first_row + r) * width + dim + l * LANES),
                                                 _mm512_set1_ps(w->fading[first_row + r]));
         for (int key = 0; key < count; key += 2) {
-            __m512i one = load_32(w->value_rows[key] + dim, head_size - dim);
-            __m512i two = load_32(w->value_rows[key + 1] + dim, head_size - dim);
+            __m512i one = load_32(w->value_rows[key] + offset + dim, head_size - dim);
+            __m512i two = load_32(w->value_rows[key + 1] + offset + dim, head_size - dim);
             __m512i low = _mm512_unpacklo_epi16(one, two), high = _mm512_unpackhi_epi16(one, two);
             for (int r = 0; r < num_rows; r++) {
                 __m512i weight = _mm512_set1_epi32((int)w->weights[0][(first_row + r) * (KEYS / 2) + key / 2]);
@@ -399,18 +407,19 @@ INLINE void sum_values_of(struct scratch *w, int of_head, int first_row, int hea
         }
         for (int r = 0; r < num_rows; r++)
             for (int l = 0; l < 2; l++)
-                _mm512_store_ps(all_sums + (first_row + r) * width + dim + l * LANES, sums[2 * r + l]);
+                _mm512_store_ps(w->sums + (first_row + r) * width + dim + l * LANES, sums[2 * r + l]);
     }
 }
 
-static void sum_all_values_of(struct scratch *w, int of_head, int num_rows, int head_size, int count)
+/* The rows of one key-value head, whose values lie at `offset` in those of all heads. */
+static void sum_all_values_of(struct scratch *w, int first_row, int num_rows, int head_size, size_t offset, int count)
 {
-    for (int row = 0; row < num_rows; row += 4)
-        switch (smaller(4, num_rows - row)) {
-        case 1: sum_values_of(w, of_head, row, head_size, count, 1); break;
-        case 2: sum_values_of(w, of_head, row, head_size, count, 2); break;
-        case 3: sum_values_of(w, of_head, row, head_size, count, 3); break;
-        default: sum_values_of(w, of_head, row, head_size, count, 4);
+    for (int row = first_row; row < first_row + num_rows; row += 4)
+        switch (smaller(4, first_row + num_rows - row)) {
+        case 1: sum_values_of(w, row, head_size, offset, count, 1); break;
+        case 2: sum_values_of(w, row, head_size, offset, count, 2); break;
+        case 3: sum_values_of(w, row, head_size, offset, count, 3); break;
+        default: sum_values_of(w, row, head_size, offset, count, 4);
         }
 }
 
@@ -432,20 +441,19 @@ static void attend_split(const struct attention *a, struct scratch *w, int chunk
     int group = a->num_heads / a->num_kv_heads, width = padded(a->head_size), num_rows = (end_head - first_head) * group;
     struct splits splits = splits_of(a, chunk);
     int first = (splits.first + split) * SPLIT, end = smaller(first + SPLIT, a->context_lens[chunk]);
-    const bf16 *query = a->queries + ((size_t)a->query_starts[chunk] * a->num_heads + first_head * group) * a->head_size;
     memset(w->sums, 0, sizeof(float) * num_rows * width);
     for (int row = 0; row < num_rows; row++)
         w->highest[row] = LOWEST, w->totals[row] = 0;
     for (int key = larger(first, splits.lowest / KEYS * KEYS); key < end; key += KEYS) {
         int count = smaller(KEYS, end - key);
-        for (int kv_head = first_head; kv_head < end_head; kv_head++) {
-            int of_head = (kv_head - first_head) * group;
-            locate(a, chunk, kv_head, key, count, w);
-            fetch_ahead(a, chunk, kv_head, key + KEYS, smaller(key + 2 * KEYS, end));
-            for (int row = 0; row < group; row++)
-                weigh_one(a, w, query + (of_head + row) * a->head_size, of_head, row, key, count, splits.lowest);
-            sum_all_values_of(w, of_head, group, a->head_size, count);
-        }
+        bring_near(a, a->keys, chunk, first_head, end_head, key, key + count);
+        bring_near(a, a->values, chunk, first_head, end_head, key, key + count);
+        locate(a, chunk, first_head, key, count, w);
+        score_all(a, w, chunk, first_head, end_head, count);
+        for (int row = 0; row < num_rows; row++)
+            weigh_one(a, w, row, key, count, splits.lowest);
+        for (int head = 0; head < end_head - first_head; head++)
+            sum_all_values_of(w, head * group, group, a->head_size, (size_t)head * a->head_size, count);
     }
     for (int row = 0; row < num_rows; row++) {
         float *to = partials + ((size_t)(first_head * group + row) * splits.count + split) * partial_size(a);
@@ -487,7 +495,7 @@ static int tile_rows_of(const struct attention *a, int chunk)
 /* Key-value heads of a work item: of a single token all, as far as their rows can be held, else one. */
 static int heads_of_item(const struct attention *a, int chunk)
 {
-    int most = larger(1, TILE / (a->num_heads / a->num_kv_heads));
+    int most = larger(1, SUBTILE / (a->num_heads / a->num_kv_heads));
     return num_tokens_of(a, chunk) == 1 ? smaller(a->num_kv_heads, most) : 1;
 }
 

@@ -16,9 +16,7 @@ from penstock.models.packing import GROUP, Format
 
 GELU_TANH = "gelu_pytorch_tanh"
 FEW_ROWS = 16  # of a product whose time is that of reading the matrix
-# Past these torch is as fast or faster: it packs the matrix first, which pays the sooner the longer its rows are.
-MOST_ROWS, MOST_ROWS_OF_LONG = 384, 128
-LONG, LONGEST = 1024, 4096  # inputs
+MOST_ROWS = 512  # past these torch is as fast: it packs the matrix first
 
 _of_thread = threading.local()
 
@@ -64,16 +62,14 @@ def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor | PackedMatr
     if x_TI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
         return None
     num_rows, num_inputs = x_TI.shape
-    if num_rows > FEW_ROWS and (num_inputs % 2 or num_inputs > LONGEST):
-        return None
-    is_ours = num_rows <= (MOST_ROWS if num_inputs < LONG else MOST_ROWS_OF_LONG)
+    is_ours = num_rows <= FEW_ROWS or (num_rows <= MOST_ROWS and num_inputs % 2 == 0)
     return kernels_for(x_TI) if is_ours else None
 
 
-def product_workspace(kernels: CKernels, num_threads: int) -> torch.Tensor:
-    """Kept for the Python thread that calls, since steps of two engines may run at once; resident where it was used."""
+def product_workspace(kernels: CKernels, num_rows: int, num_inputs: int, num_threads: int) -> torch.Tensor:
+    """Kept for the Python thread that calls, since steps of two engines may run at once."""
     kernels.library.penstock_product_bytes.restype = ctypes.c_int64
-    num_bytes = num_threads * kernels.library.penstock_product_bytes()
+    num_bytes = kernels.library.penstock_product_bytes(num_rows, num_inputs, num_threads)
     kept = getattr(_of_thread, "workspace", None)
     if kept is None or kept.numel() < num_bytes:
         kept = _of_thread.workspace = torch.empty(num_bytes, dtype=torch.uint8)
@@ -143,7 +139,7 @@ def multiply(
         group_sums = torch.empty(num_rows * (num_inputs // GROUP))
         workspace = group_sums.data_ptr()
     else:
-        workspace = None if has_few_rows else product_workspace(kernels, num_threads).data_ptr()
+        workspace = None if has_few_rows else product_workspace(kernels, num_rows, num_inputs, num_threads).data_ptr()
     call = ProductCall(
         rows=x_TI.data_ptr(),
         weight=weight_OI.bytes.data_ptr() if is_packed else weight_OI.data_ptr(),

@@ -9,10 +9,11 @@
 
 #define GROUP 4    /* rows that share one pass over a part of the matrix */
 #define SHARE 64   /* outputs that a thread takes at a time */
-#define TALL 32    /* rows that are turned together */
-#define TILES 2    /* of such rows, in a work item */
-#define WIDE 12    /* outputs whose sums are held at once */
-#define MOST_INPUTS 4096
+#define TALL 32    /* rows that are turned together: a tile */
+#define SLAB 16    /* tiles that share a panel */
+#define WIDE 12    /* outputs whose sums are held at once: a panel */
+#define DEEP 768   /* inputs of a pass */
+#define MOST_PANELS 4
 
 /* 16 sums: `num_outputs` outputs of `num_rows` rows, both constants where this is inlined. */
 INLINE void write_sums(const struct product *p, const float *sums, int row, int output, const int num_rows,
@@ -78,17 +79,27 @@ void penstock_multiply(const struct product *p)
     share_rows(multiply_share, p, num_shares, sizeof(bf16) * SHARE * p->num_inputs, p->parallel, p->num_threads);
 }
 
-struct turned {
-    uint32_t pairs[TILES][MOST_INPUTS / 2 * TALL]; /* of inputs, a row per lane */
+/* Many rows: tiles of 32 of them, turned, and panels of 12 outputs. A work item is some panels for all tiles of a slab;
+ * long rows are multiplied in passes, between which sums are kept as they are. */
+struct part { /* of one thread */
+    bf16 panel[WIDE][DEEP + 32]; /* a copy: its rows never fall on the same lines of the cache, and it is near */
+    float sums[MOST_PANELS][SLAB][2 * WIDE][LANES];
 };
 
 struct many_rows {
     const struct product *of;
+    uint32_t *turned; /* [tiles, pairs of inputs, 32 rows] */
+    int first_row, num_tiles, num_panels, panels_of_item, num_items;
     atomic_int next_item, next_thread;
-    int num_items, num_parts; /* parts: of the outputs */
 };
 
-int64_t penstock_product_bytes(void) { return sizeof(struct turned); }
+static size_t parts_bytes(int num_threads) { return (num_threads * sizeof(struct part) + 63) / 64 * 64; }
+
+int64_t penstock_product_bytes(int num_rows, int num_inputs, int num_threads)
+{
+    int num_tiles = smaller(SLAB, (num_rows + TALL - 1) / TALL);
+    return parts_bytes(num_threads) + sizeof(bf16) * num_tiles * TALL * num_inputs;
+}
 
 static void turn_rows(const struct product *p, int first, uint32_t *pairs)
 {
@@ -106,69 +117,106 @@ static void turn_rows(const struct product *p, int first, uint32_t *pairs)
         }
 }
 
-static void write_columns(const struct product *p, __m512 *columns, int first, int output)
+INLINE uint32_t *tile_of(const struct many_rows *job, int tile)
+{
+    return job->turned + (size_t)tile * TALL * (job->of->num_inputs / 2);
+}
+
+static void turn_tiles(const void *of, int first, int end)
+{
+    const struct many_rows *job = of;
+    for (int tile = first; tile < end; tile++)
+        turn_rows(job->of, job->first_row + tile * TALL, tile_of(job, tile));
+}
+
+static void copy_panel(const struct product *p, int output, int input, int count, struct part *part)
+{
+    for (int o = 0; o < WIDE; o++) {
+        const bf16 *from = p->weight + (size_t)smaller(output + o, p->num_outputs - 1) * p->num_inputs + input;
+        for (int i = 0; i < count; i += 32)
+            _mm512_storeu_si512(part->panel[o] + i, load_32(from + i, count - i));
+    }
+}
+
+static void write_columns(const struct product *p, const __m512 *sums, int first, int output)
 {
     int count = smaller(WIDE, p->num_outputs - output);
+    __m512 columns[LANES];
+    for (int o = 0; o < LANES; o++)
+        columns[o] = o < WIDE ? sums[o] : _mm512_setzero_ps();
     transpose(columns);
     for (int i = 0; i < smaller(LANES, p->num_rows - first); i++)
         write_values(p, columns[i], first + i, output, count);
 }
 
-/* 12 outputs of 32 rows. */
-static void multiply_turned(const struct product *p, const uint32_t *pairs, int first, int output)
+/* Adds the products of 12 outputs and 32 rows to `sums`. What the next panel needs is asked for meanwhile. */
+INLINE void multiply_tile(__m512 *sums, const uint32_t *pairs, const struct part *part, int num_pairs, const char *next,
+                          size_t next_stride)
 {
-    __m512 sums[2 * LANES];
-    const bf16 *weights[WIDE];
-    for (int o = 0; o < WIDE; o++) {
-        weights[o] = p->weight + (size_t)smaller(output + o, p->num_outputs - 1) * p->num_inputs;
-        sums[o] = sums[LANES + o] = _mm512_setzero_ps();
-    }
-    for (int pair = 0; pair < p->num_inputs / 2; pair++) {
+    for (int pair = 0; pair < num_pairs; pair++) {
         __m512i one = _mm512_loadu_si512(pairs + (size_t)pair * TALL);
         __m512i two = _mm512_loadu_si512(pairs + (size_t)pair * TALL + LANES);
-        _mm_prefetch((const char *)(weights[0] + (size_t)WIDE * p->num_inputs + 2 * WIDE * pair), _MM_HINT_T0); /* the next 12 */
+        _mm_prefetch(next + pair % LANES * next_stride + pair / LANES * 64, _MM_HINT_T1);
         for (int o = 0; o < WIDE; o++) {
             int32_t both;
-            memcpy(&both, weights[o] + 2 * pair, sizeof both);
+            memcpy(&both, part->panel[o] + 2 * pair, sizeof both);
             __m512i shared = _mm512_set1_epi32(both);
             sums[o] = dot(sums[o], one, shared);
-            sums[LANES + o] = dot(sums[LANES + o], two, shared);
+            sums[WIDE + o] = dot(sums[WIDE + o], two, shared);
         }
     }
-    for (int half = 0; half < 2; half++) {
-        __m512 columns[LANES];
-        for (int o = 0; o < LANES; o++)
-            columns[o] = o < WIDE ? sums[half * LANES + o] : _mm512_setzero_ps();
-        write_columns(p, columns, first + half * LANES, output);
+}
+
+static void multiply_panel(const struct many_rows *job, struct part *part, int panel, int input, int count)
+{
+    const struct product *p = job->of;
+    int output = panel * WIDE, is_last = input + count == p->num_inputs;
+    const char *next = (const char *)(p->weight + (size_t)(output + WIDE) * p->num_inputs + input);
+    copy_panel(p, output, input, count, part);
+    for (int tile = 0; tile < job->num_tiles; tile++) {
+        float(*kept)[LANES] = part->sums[panel % job->panels_of_item][tile];
+        int first = job->first_row + tile * TALL;
+        __m512 sums[2 * WIDE];
+        for (int i = 0; i < 2 * WIDE; i++)
+            sums[i] = input ? _mm512_loadu_ps(kept[i]) : _mm512_setzero_ps();
+        multiply_tile(sums, tile_of(job, tile) + (size_t)input / 2 * TALL, part, count / 2, next,
+                      tile ? 0 : sizeof(bf16) * p->num_inputs);
+        if (is_last) {
+            write_columns(p, sums, first, output);
+            write_columns(p, sums + WIDE, first + LANES, output);
+        } else
+            for (int i = 0; i < 2 * WIDE; i++)
+                _mm512_storeu_ps(kept[i], sums[i]);
     }
 }
 
 static void run_many_rows(void *data)
 {
     struct many_rows *job = data;
-    const struct product *p = job->of;
-    int num_blocks = (p->num_outputs + WIDE - 1) / WIDE;
-    struct turned *turned = (struct turned *)p->workspace + atomic_fetch_add(&job->next_thread, 1);
+    struct part *part = (struct part *)job->of->workspace + atomic_fetch_add(&job->next_thread, 1);
+    int num_inputs = job->of->num_inputs, num_passes = (num_inputs + DEEP - 1) / DEEP;
+    int deep = ((num_inputs + num_passes - 1) / num_passes + 31) / 32 * 32;
     for (int item; (item = atomic_fetch_add(&job->next_item, 1)) < job->num_items;) {
-        int first = item / job->num_parts * TALL * TILES, part = item % job->num_parts;
-        int num_tiles = smaller(TILES, (p->num_rows - first + TALL - 1) / TALL);
-        for (int tile = 0; tile < num_tiles; tile++)
-            turn_rows(p, first + tile * TALL, turned->pairs[tile]);
-        int end = num_blocks * (part + 1) / job->num_parts;
-        for (int block = num_blocks * part / job->num_parts; block < end; block++)
-            for (int tile = 0; tile < num_tiles; tile++)
-                multiply_turned(p, turned->pairs[tile], first + tile * TALL, block * WIDE);
+        int first = item * job->panels_of_item, end = smaller(first + job->panels_of_item, job->num_panels);
+        for (int input = 0; input < num_inputs; input += deep)
+            for (int panel = first; panel < end; panel++)
+                multiply_panel(job, part, panel, input, smaller(deep, num_inputs - input));
     }
 }
 
 void penstock_multiply_many(const struct product *p)
 {
-    int num_tiles = (p->num_rows + TALL * TILES - 1) / (TALL * TILES);
-    int wanted = (4 * p->num_threads + num_tiles - 1) / num_tiles, most = larger(1, p->num_outputs / (16 * WIDE));
-    struct many_rows job = {.of = p, .num_parts = smaller(wanted, most)};
-    job.num_items = num_tiles * job.num_parts;
-    if (p->num_threads > 1)
-        p->parallel(run_many_rows, &job, p->num_threads, 0);
-    else
-        run_many_rows(&job);
+    int num_panels = (p->num_outputs + WIDE - 1) / WIDE;
+    int panels_of_item = smaller(MOST_PANELS, larger(1, num_panels / (8 * p->num_threads)));
+    for (int first_row = 0; first_row < p->num_rows; first_row += SLAB * TALL) {
+        struct many_rows job = {.of = p, .first_row = first_row, .num_panels = num_panels, .panels_of_item = panels_of_item};
+        job.turned = (uint32_t *)((char *)p->workspace + parts_bytes(p->num_threads));
+        job.num_tiles = smaller(SLAB, (p->num_rows - first_row + TALL - 1) / TALL);
+        job.num_items = (num_panels + panels_of_item - 1) / panels_of_item;
+        share_rows(turn_tiles, &job, job.num_tiles, sizeof(bf16) * TALL * p->num_inputs, p->parallel, p->num_threads);
+        if (p->num_threads > 1)
+            p->parallel(run_many_rows, &job, p->num_threads, 0);
+        else
+            run_many_rows(&job);
+    }
 }

@@ -1,4 +1,4 @@
-/* A step of few tokens: all calls of all layers one after another, in one parallel region.
+/* A step: all calls of all layers one after another, in one parallel region.
  *
  * The first thread to come leads. It makes the calls, and where one shares its work, the others join in if they are
  * there: nobody waits for a thread that the system runs later. Who finds nothing to do spins for a moment, then sleeps.
@@ -14,7 +14,6 @@
 
 #define PAUSES 2000       /* before a thread sleeps: some tens of microseconds */
 #define FEW_ROWS 16       /* of a product whose time is that of reading the matrix */
-#define MOST_INPUTS 4096  /* of penstock_multiply_many */
 #define IS_OPEN 0x80u     /* a door is the round, whether it may be joined, whether it is the last, and who is inside */
 #define IS_OVER 0x40u
 #define NUM_INSIDE 0x3fu
@@ -105,7 +104,7 @@ static void run_product(const struct product *with, const struct step *step, int
     product.parallel = in_team;
     if (is_packed)
         penstock_multiply_packed(&product);
-    else if (step->num_rows <= FEW_ROWS || product.num_inputs > MOST_INPUTS || product.num_inputs % 2)
+    else if (step->num_rows <= FEW_ROWS || product.num_inputs % 2)
         penstock_multiply(&product);
     else {
         product.workspace = step->workspace;

@@ -1,10 +1,11 @@
-"""Steps of few tokens through all layers in one call of C, for bfloat16 decoders of attention and gated MLPs."""
+"""Steps through all layers in one call of C, for bfloat16 decoders of attention and gated MLPs."""
 
 # R rows that a step may have, M hidden size, F intermediate size
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from enum import IntEnum
 
 import torch
@@ -16,9 +17,10 @@ from penstock.attention.cpu_compiled import LARGEST_GROUP, AttentionCall, Compil
 from penstock.models.cpu_layers import GELU_TANH, GateCall, NormCall, ProductCall, product_workspace
 from penstock.models.decoder import Attention, Decoder, Layer
 from penstock.models.layers import GatedMlp, Linear, PackedLinear, RmsNorm
+from penstock.models.packed import MOST_ROWS as MOST_PACKED_ROWS
 from penstock.models.packing import GROUP, Format
 
-MOST_ROWS = 32
+MOST_ROWS = 1088  # a chunk of 1,024 and tokens beside it
 
 
 class _Kind(IntEnum):
@@ -53,14 +55,20 @@ class CompiledSteps:
         self._decoder = decoder
         self._attention = attention
         self._compiled = compiled
+        self._most_rows = _most_rows(decoder)
         heads, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        self._hidden_RM, self._normed_RM = _rows(spec.hidden_size), _rows(spec.hidden_size)
-        self._qkv, self._rotated, self._attended = _rows(spec.qkv_rows), _rows(heads), _rows(heads)
-        self._normed_queries, self._normed_keys = _rows(heads), _rows(kv_rows)
-        self._gate_up, self._gated_RF = _rows(2 * spec.intermediate_size), _rows(spec.intermediate_size)
-        self._group_sums = torch.empty(MOST_ROWS * max(spec.hidden_size, heads, spec.intermediate_size) // GROUP)
+        self._hidden_RM, self._normed_RM = self._rows(spec.hidden_size), self._rows(spec.hidden_size)
+        # What attention and the MLP make of them is never needed at the same time: it lies in the same memory.
+        in_attention = [spec.qkv_rows, heads, heads, *([heads, kv_rows] if spec.qk_norm else [])]
+        in_mlp = [2 * spec.intermediate_size, spec.intermediate_size]
+        shared = self._rows(max(sum(in_attention), sum(in_mlp)))
+        self._qkv, self._rotated, self._attended, *self._normed_heads = self._parts(shared, in_attention)
+        self._gate_up, self._gated_RF = self._parts(shared, in_mlp)
+        self._most_inputs = max(spec.hidden_size, heads, spec.intermediate_size)
+        self._group_sums = torch.empty(self._most_rows * self._most_inputs // GROUP)
         self._rotations = {
-            name: tuple(_rows(rotary.spec.num_dims // 2) for _ in range(2)) for name, rotary in decoder.rotaries.items()
+            name: tuple(self._rows(rotary.spec.num_dims // 2) for _ in range(2))
+            for name, rotary in decoder.rotaries.items()
         }
         self._calls: list[tuple[_Kind, ctypes.Structure]] = []
         for layer in decoder.layers:
@@ -73,7 +81,7 @@ class CompiledSteps:
         )
 
     def fits(self, inputs: ForwardInputs) -> bool:
-        return 0 < len(inputs.ids_T) <= MOST_ROWS and c_kernels() is not None
+        return 0 < len(inputs.ids_T) <= self._most_rows and c_kernels() is not None
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""
@@ -90,12 +98,21 @@ class CompiledSteps:
         step = _Step(
             calls=ctypes.addressof(self._table),
             layout=ctypes.addressof(layout),
-            workspace=product_workspace(kernels, layout.num_threads).data_ptr(),
+            workspace=product_workspace(kernels, num_rows, self._most_inputs, layout.num_threads).data_ptr(),
             num_calls=len(self._table),
             num_rows=num_rows,
         )
         kernels.library.penstock_run_step(ctypes.byref(step))
         return hidden_TM
+
+    def _rows(self, width: int) -> torch.Tensor:
+        """Resident as far as steps have used them."""
+        return torch.empty(self._most_rows, width, dtype=torch.bfloat16)
+
+    def _parts(self, rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+        """One after another, each in rows of its own width."""
+        flat = rows.flatten()[: self._most_rows * sum(widths)]
+        return [part.view(self._most_rows, -1) for part in flat.split([self._most_rows * width for width in widths])]
 
     def _list_attention(self, layer: Layer, mixer: Attention) -> None:
         spec = self._decoder.spec
@@ -103,8 +120,9 @@ class CompiledSteps:
         self._list_product(mixer.qkv, self._normed_RM, self._qkv)
         q, k, v = self._qkv.split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
         if spec.qk_norm is not None:
-            q = self._list_norm(layer.norms["self_attn.q_norm"], q, self._normed_queries)
-            k = self._list_norm(layer.norms["self_attn.k_norm"], k, self._normed_keys)
+            normed_queries, normed_keys = self._normed_heads
+            q = self._list_norm(layer.norms["self_attn.q_norm"], q, normed_queries)
+            k = self._list_norm(layer.norms["self_attn.k_norm"], k, normed_keys)
         queries, keys, values = (
             Heads.of(x.unflatten(-1, (heads, -1)))
             for x, heads in ((q, spec.num_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
@@ -186,8 +204,15 @@ class CompiledSteps:
         self._calls.append((_Kind.PACKED_PRODUCT if is_packed else _Kind.PRODUCT, call))
 
 
-def _rows(width: int) -> torch.Tensor:
-    return torch.empty(MOST_ROWS, width, dtype=torch.bfloat16)
+def _most_rows(decoder: Decoder) -> int:
+    is_packed = any(isinstance(linear, PackedLinear) for layer in decoder.layers for linear in _linears(layer))
+    return MOST_PACKED_ROWS if is_packed else MOST_ROWS
+
+
+def _linears(layer: Layer) -> Iterator[Linear | PackedLinear]:
+    assert isinstance(layer.mixer, Attention)
+    assert isinstance(layer.mlp, GatedMlp)
+    yield from (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
 
 
 def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSteps | None:
