@@ -4,6 +4,9 @@
 
 #include <stdint.h>
 
+#define FEW_ROWS 16      /* of a product whose time is that of reading the matrix */
+#define MOST_INPUTS 4096 /* of penstock_multiply_many */
+
 typedef uint16_t bf16;
 /* GOMP_parallel of the OpenMP library that torch uses, or a function like it. */
 typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
@@ -42,12 +45,12 @@ struct store {
 };
 
 struct norm {
-    const bf16 *from;             /* [outer, inner, width] */
+    const void *from;             /* [outer, inner, width]; floats where it is wide */
     int64_t outer_stride, inner_stride;
-    bf16 *to;                     /* the same, without gaps */
+    bf16 *to;                     /* as `from`, without gaps */
     const float *weight;          /* [width] */
     parallel_t parallel;
-    int32_t num_outer, num_inner, width, num_threads;
+    int32_t num_outer, num_inner, width, num_threads, is_wide;
     float eps;
 };
 
@@ -66,7 +69,7 @@ struct product {
     float *wide;            /* the same, in place of `out` where it is not NULL */
     void *workspace;        /* [threads, penstock_product_bytes], of many rows; sums of groups, of packed codes */
     parallel_t parallel;
-    int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is in `out` */
+    int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is there */
 };
 
 void penstock_attend(const struct attention *a);

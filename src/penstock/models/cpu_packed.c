@@ -1,13 +1,16 @@
-/* Products of a few rows with a matrix of 8 or 4 bit codes, and the matrix unpacked to bfloat16 for many.
+/* Products of rows with a matrix of 8 or 4 bit codes as they lie, and rows of it unpacked to bfloat16.
  *
  * 16 outputs lie side by side, a lane each, in groups of 32 inputs. A code is a small whole number, which bfloat16
  * holds exactly: the dot products of a group are of codes, and its scale and lowest value come in once per group.
+ * Codes become bfloat16 beside the dot products, by other units of the processor: nothing is kept unpacked.
  */
 #include "cpu_vectors.h"
 
 #define PACKED_GROUP 32  /* inputs that share a scale */
 #define NUM_PAIRS 16     /* of inputs in a group */
-#define MOST_TOGETHER 8  /* rows that share one pass over a block */
+#define WIDE 2           /* blocks that are multiplied together */
+#define TALL 12          /* rows that are multiplied together */
+#define PART 96          /* rows that a thread keeps in its cache */
 #define AHEAD 1024       /* bytes that are asked for before they are needed */
 
 struct int4_block {
@@ -44,6 +47,20 @@ INLINE __m512i int8_pair(const int8_t *codes)
     return (__m512i)_mm512_cvtne2ps_pbh(two, one);
 }
 
+INLINE __m512i pair_of_codes(const char *block, const int pair, __m512i numbers, const int is_int4)
+{
+    if (is_int4)
+        return int4_pair(_mm512_loadu_si512(((const struct int4_block *)block)->codes[pair / 4]), pair % 4, numbers);
+    return int8_pair(((const struct int8_block *)block)->codes[pair]);
+}
+
+INLINE __m512 block_scales(const char *block, const int is_int4)
+{
+    return half_floats(is_int4 ? ((const struct int4_block *)block)->scales : ((const struct int8_block *)block)->scales);
+}
+
+INLINE __m512 block_lowest(const char *block) { return half_floats(((const struct int4_block *)block)->lowest); }
+
 INLINE __m512i pair_of_inputs(const bf16 *row, int pair)
 {
     int32_t both;
@@ -51,77 +68,103 @@ INLINE __m512i pair_of_inputs(const bf16 *row, int pair)
     return _mm512_set1_epi32(both);
 }
 
-/* 16 outputs of `num_rows` rows, a constant where this is inlined. Sums are added up in one order for any number. */
-INLINE void multiply_block(const struct product *p, int row, int block, const int num_rows, const int is_int4)
+/* The outputs of `num_blocks` blocks, of `num_rows` rows; all but the first three are constants where this is inlined.
+ * An output is added up in one order, whatever is computed beside it. */
+INLINE void multiply_tile(const struct product *p, int row, int block, const int num_rows, const int num_blocks, const int is_int4)
 {
-    int num_groups = p->num_inputs / PACKED_GROUP;
-    const char *at = (const char *)p->weight + (size_t)block * num_groups * block_bytes(is_int4);
+    int num_groups = p->num_inputs / PACKED_GROUP, last = (p->num_outputs - 1) / LANES;
     const __m512i numbers = numbers_in_bf16();
-    const bf16 *rows[MOST_TOGETHER];
-    const float *group_sums[MOST_TOGETHER];
-    __m512 totals[MOST_TOGETHER];
+    const char *codes_at[WIDE];
+    const bf16 *rows[TALL];
+    const float *group_sums[TALL];
+    __m512 totals[TALL][WIDE];
+    for (int b = 0; b < num_blocks; b++) /* past the last block it is read again, and not written */
+        codes_at[b] = (const char *)p->weight + (size_t)smaller(block + b, last) * num_groups * block_bytes(is_int4);
     for (int r = 0; r < num_rows; r++) {
         int of = smaller(row + r, p->num_rows - 1);
         rows[r] = p->rows + (size_t)of * p->num_inputs;
         group_sums[r] = (const float *)p->workspace + (size_t)of * num_groups;
-        totals[r] = _mm512_setzero_ps();
+        for (int b = 0; b < num_blocks; b++)
+            totals[r][b] = _mm512_setzero_ps();
     }
-    for (int group = 0; group < num_groups; group++, at += block_bytes(is_int4)) {
-        __m512 sums[MOST_TOGETHER][2];
-        for (int r = 0; r < num_rows; r++)
-            sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-        for (size_t line = 0; line < block_bytes(is_int4); line += 64)
-            _mm_prefetch(at + AHEAD + line, _MM_HINT_T0);
+    for (int group = 0; group < num_groups; group++) {
+        __m512 sums[TALL][WIDE];
+        for (int b = 0; b < num_blocks; b++) {
+            for (int r = 0; r < num_rows; r++)
+                sums[r][b] = _mm512_setzero_ps();
+            for (size_t line = 0; line < block_bytes(is_int4); line += 64)
+                _mm_prefetch(codes_at[b] + AHEAD + line, _MM_HINT_T0);
+        }
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++) {
-            __m512i codes;
-            if (is_int4)
-                codes = int4_pair(_mm512_loadu_si512(((const struct int4_block *)at)->codes[pair / 4]), pair % 4, numbers);
-            else
-                codes = int8_pair(((const struct int8_block *)at)->codes[pair]);
-            for (int r = 0; r < num_rows; r++)
-                sums[r][pair % 2] = dot(sums[r][pair % 2], codes, pair_of_inputs(rows[r], group * NUM_PAIRS + pair));
+            __m512i codes[WIDE];
+            for (int b = 0; b < num_blocks; b++)
+                codes[b] = pair_of_codes(codes_at[b], pair, numbers, is_int4);
+            for (int r = 0; r < num_rows; r++) {
+                __m512i inputs = pair_of_inputs(rows[r], group * NUM_PAIRS + pair);
+                for (int b = 0; b < num_blocks; b++)
+                    sums[r][b] = dot(sums[r][b], codes[b], inputs);
+            }
         }
-        __m512 scales = half_floats(is_int4 ? ((const struct int4_block *)at)->scales : ((const struct int8_block *)at)->scales);
-        for (int r = 0; r < num_rows; r++) {
-            totals[r] = _mm512_fmadd_ps(scales, _mm512_add_ps(sums[r][0], sums[r][1]), totals[r]);
-            if (is_int4)
-                totals[r] = _mm512_fmadd_ps(half_floats(((const struct int4_block *)at)->lowest),
-                                            _mm512_set1_ps(group_sums[r][group]), totals[r]);
+        for (int b = 0; b < num_blocks; b++) {
+            __m512 scales = block_scales(codes_at[b], is_int4);
+            for (int r = 0; r < num_rows; r++) {
+                totals[r][b] = _mm512_fmadd_ps(scales, sums[r][b], totals[r][b]);
+                if (is_int4)
+                    totals[r][b] = _mm512_fmadd_ps(block_lowest(codes_at[b]), _mm512_set1_ps(group_sums[r][group]), totals[r][b]);
+            }
+            codes_at[b] += block_bytes(is_int4);
         }
     }
-    int output = block * LANES;
     for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        write_values(p, totals[r], row + r, output, smaller(LANES, p->num_outputs - output));
-}
-
-INLINE void multiply_rows(const struct product *p, int block, const int is_int4)
-{
-    for (int row = 0; row < p->num_rows; row += MOST_TOGETHER)
-        switch (smaller(MOST_TOGETHER, p->num_rows - row)) {
-        case 1: multiply_block(p, row, block, 1, is_int4); break;
-        case 2: multiply_block(p, row, block, 2, is_int4); break;
-        case 3:
-        case 4: multiply_block(p, row, block, 4, is_int4); break;
-        default: multiply_block(p, row, block, MOST_TOGETHER, is_int4);
+        for (int b = 0; b < num_blocks && block + b <= last; b++) {
+            int output = (block + b) * LANES;
+            write_values(p, totals[r][b], row + r, output, smaller(LANES, p->num_outputs - output));
         }
 }
 
-static void multiply_blocks(const void *of, int first, int end)
+/* Few rows leave registers for two blocks, whose sums need not wait for each other. */
+INLINE void multiply_blocks(const struct product *p, int first, int end, int block, const int is_int4)
+{
+    int num_blocks = smaller(WIDE, (p->num_outputs - 1) / LANES + 1 - block);
+    for (int row = first; row < end; row += TALL)
+        switch (smaller(TALL, end - row)) {
+        case 1: multiply_tile(p, row, block, 1, WIDE, is_int4); break;
+        case 2: multiply_tile(p, row, block, 2, WIDE, is_int4); break;
+        case 3:
+        case 4: multiply_tile(p, row, block, 4, WIDE, is_int4); break;
+        default:
+            for (int b = 0; b < num_blocks; b++)
+                if (end - row <= 8)
+                    multiply_tile(p, row, block + b, 8, 1, is_int4);
+                else
+                    multiply_tile(p, row, block + b, TALL, 1, is_int4);
+        }
+}
+
+INLINE int num_columns(const struct product *p) { return (p->num_outputs + WIDE * LANES - 1) / (WIDE * LANES); }
+
+/* An item is a part of the rows by two blocks; those of a part follow one another, so that its rows stay in the cache. */
+static void multiply_items(const void *of, int first, int end)
 {
     const struct product *p = of;
-    for (int block = first; block < end; block++)
+    for (int item = first; item < end; item++) {
+        int row = item / num_columns(p) * PART, block = item % num_columns(p) * WIDE;
+        int last = smaller(row + PART, p->num_rows);
         if (p->is_int4)
-            multiply_rows(p, block, 1);
+            multiply_blocks(p, row, last, block, 1);
         else
-            multiply_rows(p, block, 0);
+            multiply_blocks(p, row, last, block, 0);
+    }
 }
 
 /* What the lowest value of a group is multiplied with: the sum of its inputs. */
-static void sum_groups(const struct product *p)
+static void sum_groups(const void *of, int first, int end)
 {
+    const struct product *p = of;
     float *sums = p->workspace;
-    for (size_t group = 0; group < (size_t)p->num_rows * p->num_inputs / PACKED_GROUP; group++) {
+    size_t num_groups = p->num_inputs / PACKED_GROUP;
+    for (size_t group = first * num_groups; group < end * num_groups; group++) {
         const bf16 *from = p->rows + group * PACKED_GROUP;
         sums[group] = _mm512_reduce_add_ps(_mm512_add_ps(load_floats(from, LANES), load_floats(from + LANES, LANES)));
     }
@@ -129,16 +172,16 @@ static void sum_groups(const struct product *p)
 
 void penstock_multiply_packed(const struct product *p)
 {
-    int num_blocks = (p->num_outputs + LANES - 1) / LANES;
-    size_t bytes = p->num_inputs / PACKED_GROUP * block_bytes(p->is_int4);
+    int num_parts = (p->num_rows + PART - 1) / PART;
+    size_t bytes = WIDE * p->num_inputs / PACKED_GROUP * block_bytes(p->is_int4);
     if (p->is_int4)
-        sum_groups(p);
-    share_rows(multiply_blocks, p, num_blocks, bytes, p->parallel, p->num_threads);
+        share_rows(sum_groups, p, p->num_rows, sizeof(bf16) * p->num_inputs, p->parallel, p->num_threads);
+    share_rows(multiply_items, p, num_parts * num_columns(p), bytes, p->parallel, p->num_threads);
 }
 
 struct unpacking {
     const char *blocks;
-    const int64_t *ids;   /* rows that are wanted, or NULL: all of them */
+    const int64_t *ids;   /* of the rows that are wanted */
     bf16 *out;            /* [rows, inputs] */
     parallel_t parallel;
     int32_t num_rows, num_inputs, is_int4, num_threads;
@@ -159,47 +202,12 @@ INLINE __m512 pair_of_values(__m512i codes, __m512 scales, __m512 lowest)
 /* 16 rows of 32 values: lane i of register j holds pair i of row j. */
 INLINE void unpack_block(const char *at, __m512 *rows, const int is_int4)
 {
-    const struct int4_block *four = (const void *)at;
-    const struct int8_block *eight = (const void *)at;
     const __m512i numbers = numbers_in_bf16();
-    __m512 scales = half_floats(is_int4 ? four->scales : eight->scales);
-    __m512 lowest = is_int4 ? half_floats(four->lowest) : _mm512_setzero_ps();
+    __m512 scales = block_scales(at, is_int4), lowest = is_int4 ? block_lowest(at) : _mm512_setzero_ps();
 #pragma GCC unroll 16
-    for (int pair = 0; pair < NUM_PAIRS; pair++) {
-        __m512i codes = is_int4 ? int4_pair(_mm512_loadu_si512(four->codes[pair / 4]), pair % 4, numbers)
-                                : int8_pair(eight->codes[pair]);
-        rows[pair] = pair_of_values(codes, scales, lowest);
-    }
+    for (int pair = 0; pair < NUM_PAIRS; pair++)
+        rows[pair] = pair_of_values(pair_of_codes(at, pair, numbers, is_int4), scales, lowest);
     transpose(rows);
-}
-
-INLINE void unpack_outputs(const struct unpacking *u, int block, const int is_int4)
-{
-    int num_groups = u->num_inputs / PACKED_GROUP, count = smaller(LANES, u->num_rows - block * LANES);
-    const char *at = u->blocks + (size_t)block * num_groups * block_bytes(is_int4);
-    bf16 *out = u->out + (size_t)block * LANES * u->num_inputs;
-    for (int group = 0; group < num_groups; group++, at += block_bytes(is_int4)) {
-        __m512 rows[LANES];
-        unpack_block(at, rows, is_int4);
-        for (int r = 0; r < count; r++)
-            _mm512_storeu_ps(out + (size_t)r * u->num_inputs + group * PACKED_GROUP, rows[r]);
-    }
-}
-
-static void unpack_blocks(const void *of, int first, int end)
-{
-    const struct unpacking *u = of;
-    for (int block = first; block < end; block++)
-        if (u->is_int4)
-            unpack_outputs(u, block, 1);
-        else
-            unpack_outputs(u, block, 0);
-}
-
-void penstock_unpack(const struct unpacking *u)
-{
-    int num_blocks = (u->num_rows + LANES - 1) / LANES;
-    share_rows(unpack_blocks, u, num_blocks, sizeof(bf16) * LANES * u->num_inputs, u->parallel, u->num_threads);
 }
 
 static void unpack_wanted(const void *of, int first, int end)

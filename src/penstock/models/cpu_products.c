@@ -12,7 +12,6 @@
 #define TALL 32    /* rows that are turned together */
 #define TILES 2    /* of such rows, in a work item */
 #define WIDE 12    /* outputs whose sums are held at once */
-#define MOST_INPUTS 4096
 
 /* 16 sums: `num_outputs` outputs of `num_rows` rows, both constants where this is inlined. */
 INLINE void write_sums(const struct product *p, const float *sums, int row, int output, const int num_rows,

@@ -13,8 +13,6 @@
 #include "cpu_vectors.h"
 
 #define PAUSES 2000       /* before a thread sleeps: some tens of microseconds */
-#define FEW_ROWS 16       /* of a product whose time is that of reading the matrix */
-#define MOST_INPUTS 4096  /* of penstock_multiply_many */
 #define IS_OPEN 0x80u     /* a door is the round, whether it may be joined, whether it is the last, and who is inside */
 #define IS_OVER 0x40u
 #define NUM_INSIDE 0x3fu

@@ -54,7 +54,8 @@ class CompiledSteps:
         self._attention = attention
         self._compiled = compiled
         heads, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        self._hidden_RM, self._normed_RM = _rows(spec.hidden_size), _rows(spec.hidden_size)
+        self._hidden_RM = _rows(spec.hidden_size, decoder.residual_dtype)
+        self._normed_RM = _rows(spec.hidden_size)
         self._qkv, self._rotated, self._attended = _rows(spec.qkv_rows), _rows(heads), _rows(heads)
         self._normed_queries, self._normed_keys = _rows(heads), _rows(kv_rows)
         self._gate_up, self._gated_RF = _rows(2 * spec.intermediate_size), _rows(spec.intermediate_size)
@@ -163,6 +164,7 @@ class CompiledSteps:
             weight=norm.weight.data_ptr(),
             num_inner=x.shape[1] // width,
             width=width,
+            is_wide=x.dtype == torch.float32,
             eps=norm.eps,
         )
         self._calls.append((_Kind.NORM, call))
@@ -176,7 +178,7 @@ class CompiledSteps:
             rows=x.data_ptr(),
             weight=linear.matrix.bytes.data_ptr() if is_packed else linear.weight_OI.data_ptr(),
             bias=None if linear.bias_O is None else linear.bias_O.data_ptr(),
-            out=out.data_ptr(),
+            **{"wide" if out.dtype == torch.float32 else "out": out.data_ptr()},
             workspace=self._group_sums.data_ptr(),
             num_inputs=x.shape[1],
             num_outputs=out.shape[1],
@@ -186,8 +188,8 @@ class CompiledSteps:
         self._calls.append((_Kind.PACKED_PRODUCT if is_packed else _Kind.PRODUCT, call))
 
 
-def _rows(width: int) -> torch.Tensor:
-    return torch.empty(MOST_ROWS, width, dtype=torch.bfloat16)
+def _rows(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(MOST_ROWS, width, dtype=dtype)
 
 
 def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSteps | None:
