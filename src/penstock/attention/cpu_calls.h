@@ -67,7 +67,8 @@ struct product {
     const bf16 *bias;       /* [outputs], or NULL */
     bf16 *out;              /* [rows, outputs] */
     float *wide;            /* the same, in place of `out` where it is not NULL */
-    void *workspace;        /* [threads, penstock_product_bytes], of many rows; sums of groups, of packed codes */
+    void *workspace;        /* [threads, penstock_product_bytes], of many rows */
+    float *group_sums;      /* [rows, groups], of packed codes */
     parallel_t parallel;
     int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is there */
 };
@@ -80,5 +81,6 @@ void penstock_gated_activation(const struct gate *g);
 void penstock_multiply(const struct product *p);
 void penstock_multiply_many(const struct product *p);
 void penstock_multiply_packed(const struct product *p);
+int64_t penstock_product_bytes(void);
 
 #endif

@@ -50,7 +50,8 @@ class ProductCall(ctypes.Structure):
     """`struct product` of cpu_calls.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace", "parallel")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace")],
+        *[(name, ctypes.c_void_p) for name in ("group_sums", "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
         ("is_int4", ctypes.c_int32),
     ]
@@ -141,18 +142,15 @@ def multiply(
     else:
         out_TO, is_wide = add_to, add_to.dtype == torch.float32
     num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
-    if is_packed:
-        group_sums = torch.empty(num_rows * (num_inputs // GROUP))
-        workspace = group_sums.data_ptr()
-    else:
-        workspace = None if has_few_rows else product_workspace(kernels, num_threads).data_ptr()
+    group_sums = torch.empty(num_rows * (num_inputs // GROUP) if is_packed else 0)
     call = ProductCall(
         rows=x_TI.data_ptr(),
         weight=weight_OI.bytes.data_ptr() if is_packed else weight_OI.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         out=None if is_wide else out_TO.data_ptr(),
         wide=out_TO.data_ptr() if is_wide else None,
-        workspace=workspace,
+        workspace=None if has_few_rows else product_workspace(kernels, num_threads).data_ptr(),
+        group_sums=group_sums.data_ptr(),
         parallel=kernels.parallel,
         num_rows=num_rows,
         num_inputs=num_inputs,

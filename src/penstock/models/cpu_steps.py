@@ -179,7 +179,7 @@ class CompiledSteps:
             weight=linear.matrix.bytes.data_ptr() if is_packed else linear.weight_OI.data_ptr(),
             bias=None if linear.bias_O is None else linear.bias_O.data_ptr(),
             **{"wide" if out.dtype == torch.float32 else "out": out.data_ptr()},
-            workspace=self._group_sums.data_ptr(),
+            group_sums=self._group_sums.data_ptr(),
             num_inputs=x.shape[1],
             num_outputs=out.shape[1],
             adds=adds,
