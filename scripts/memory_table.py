@@ -22,12 +22,16 @@ SHORT_PROMPT = 200
 LARGEST_GAP = 0.10  # of the measured peak, between plan and measurement
 MOST_BEYOND_KV = 64 * MB  # at 16k tokens
 MOST_GROWTH = 16 * MB  # from 4k to 16k tokens
+FORMATS = {
+    "auto": [],
+    "bfloat16": ["--dtype", "bfloat16", "--quantize", "none"],
+    "float32": ["--dtype", "float32"],
+}
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    dtype: str
     chunk_size: int
     prompt_tokens: int
     planned: int
@@ -53,15 +57,14 @@ def printed_json(*arguments: str) -> dict:
     return json.loads(finished.stdout)
 
 
-def measure(folder: Path, dtype: str, chunk_size: int, length: int) -> Cell:
+def measure(folder: Path, settings: list[str], chunk_size: int, length: int) -> Cell:
     path = folder / f"{length}.txt"
     if not path.exists():
         write_text(path, length)
-    shared = ["--dtype", dtype, "--chunk-size", str(chunk_size), "--context", "20000", "--threads", "2"]
+    shared = [*settings, "--chunk-size", str(chunk_size), "--context", "20000", "--threads", "2"]
     run = printed_json("run", "-f", str(path), "--max-tokens", "2", *shared)
     plan = printed_json("plan", "--prompt-tokens", str(run["prompt_tokens"]), *shared)
     return Cell(
-        dtype=dtype,
         chunk_size=chunk_size,
         prompt_tokens=run["prompt_tokens"],
         planned=plan["peak_bytes"],
@@ -75,30 +78,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000, 16000])
     parser.add_argument("--chunk-sizes", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     arguments = parser.parse_args()
     failures = []
-    print("dtype     chunk  tokens  plan MB   run MB measured     gap beyond KV")
+    print("format    chunk  tokens  plan MB   run MB measured     gap beyond KV")
     with tempfile.TemporaryDirectory() as name:
-        for dtype in arguments.dtypes:
+        for weights in arguments.formats:
             for chunk_size in arguments.chunk_sizes:
-                short = measure(Path(name), dtype, chunk_size, SHORT_PROMPT)
+                short = measure(Path(name), FORMATS[weights], chunk_size, SHORT_PROMPT)
                 beyond: dict[int, float] = {}
                 for length in arguments.lengths:
-                    cell = measure(Path(name), dtype, chunk_size, length)
+                    cell = measure(Path(name), FORMATS[weights], chunk_size, length)
                     beyond[length] = cell.measured - short.measured - (cell.kv_bytes - short.kv_bytes)
                     gap = cell.planned / cell.measured - 1
                     print(
-                        f"{dtype:<9} {chunk_size:>5} {cell.prompt_tokens:>7} {cell.planned / MB:>8.1f} "
+                        f"{weights:<9} {chunk_size:>5} {cell.prompt_tokens:>7} {cell.planned / MB:>8.1f} "
                         f"{cell.predicted / MB:>8.1f} {cell.measured / MB:>8.1f} {gap:>+7.1%} "
                         f"{beyond[length] / MB:>9.1f}",
                         flush=True,
                     )
                     if abs(gap) > LARGEST_GAP:
-                        failures.append(f"{dtype} chunk {chunk_size} at {length}: plan is {gap:+.1%} off")
-                if dtype == "bfloat16" and chunk_size == 256 and {4000, 16000} <= set(beyond):
+                        failures.append(f"{weights} chunk {chunk_size} at {length}: plan is {gap:+.1%} off")
+                if weights != "float32" and chunk_size == 256 and {4000, 16000} <= set(beyond):
                     growth = beyond[16000] - beyond[4000]
-                    print(f"bfloat16 256: beyond KV {beyond[16000] / MB:.1f} MB at 16k, {growth / MB:+.1f} MB from 4k")
+                    print(f"{weights} 256: beyond KV {beyond[16000] / MB:.1f} MB at 16k, {growth / MB:+.1f} MB from 4k")
                     if beyond[16000] > MOST_BEYOND_KV or growth > MOST_GROWTH:
                         failures.append("the memory beyond KV is past its bound")
     for failure in failures:

@@ -43,10 +43,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--chunk-sizes", nargs="+", default=["auto", "256"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", default="none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    settings = {"dtype": arguments.dtype, "threads": arguments.threads, "context": 65_536, "prefix_cache": False}
+    settings = {"dtype": arguments.dtype, "quantize": arguments.quantize, "threads": arguments.threads}
+    settings |= {"context": 65_536, "prefix_cache": False}
     engines = {size: Engine.load("smollm2", chunk_size=size, **settings) for size in arguments.chunk_sizes}
     reference = transformers_model(getattr(torch, arguments.dtype))
 

@@ -16,7 +16,7 @@ from penstock.errors import InvalidSetting
 DEFAULT_MODEL = "smollm2"
 CONFIG_FILE = "penstock.toml"
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZE = ("none", "keep", "int8", "int4")
+QUANTIZE = ("auto", "none", "keep", "int8", "int4")
 CPU_KERNELS = ("auto", "torch")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
@@ -24,7 +24,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 FIRST_CALL_BYTES_ESTIMATE = 28 * 2**20
 # Resident bytes of Python and torch on x86-64 Linux with torch 2.13, with the first chunk. The engine measures its own.
 # 263 to 312 MB were seen before that chunk, of the same libraries: what the system has of their files counts too.
-RUNTIME_BYTES_ESTIMATE = 300 * 2**20 + FIRST_CALL_BYTES_ESTIMATE
+# This is the middle: weights in few bits leave a plan less to be wrong about than half of that range.
+RUNTIME_BYTES_ESTIMATE = 275 * 2**20 + FIRST_CALL_BYTES_ESTIMATE
 # Of a tokenizer: 410 for words, 590 for byte pairs from a GGUF file.
 TOKENIZER_BYTES_PER_TOKEN_ESTIMATE = 500
 # What importing a model class of transformers adds: 196 to 226 MB.
@@ -65,7 +66,7 @@ class EngineConfig:
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"
     dtype: str = "auto"
-    quantize: str = "none"  # keep: matrices in few bits as the GGUF has them; int8, int4: packed on load
+    quantize: str = "auto"  # keep: matrices in few bits as the GGUF has them; int8, int4: packed on load; none: neither
     threads: int | None = None  # None: the physical cores this process may use
     cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never
     block_size: int = 16

@@ -65,46 +65,47 @@ def test_other_types_take_the_nearest_codes_of_eight_bits():
 @needs_kernels
 @pytest.mark.parametrize("packed", Format)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 32), (200, 576), (37, 96)])
-def test_a_product_is_of_the_codes_and_a_row_does_not_depend_on_its_neighbours(packed, num_outputs, num_inputs):
+def test_a_product_is_of_the_codes_and_the_same_for_any_number_of_rows(packed, num_outputs, num_inputs):
     matrix, values = packed_matrix(packed, num_outputs, num_inputs)
     bias = torch.from_numpy(normal(num_outputs, seed=1)).bfloat16()
-    rows = torch.from_numpy(normal(32, num_inputs, seed=2)).bfloat16()
+    rows = torch.from_numpy(normal(300, num_inputs, seed=2)).bfloat16()
     expected = rows.double() @ values.double().T
     together = wide_product(rows, matrix)
     assert (together - expected).abs().max() < 2e-4
-    for count in (1, 2, 3, 4, 7, 8, 9, 17):
-        assert torch.equal(wide_product(rows[:count], matrix), together[:count])
-    out = torch.ones(32, num_outputs, dtype=torch.bfloat16)
-    PackedLinear(matrix=matrix, bias_O=bias).add_to(out, rows)
-    assert (out.double() - (1 + expected + bias.double())).abs().max() <= 2**-8 * (2 + expected.abs().max())
+    for count in (1, 2, 3, 7, 8, 9, 12, 13, 31, 33, 65, 97):
+        assert torch.equal(wide_product(rows[:count], matrix), together[:count]), f"{count} rows"
+        assert torch.equal(wide_product(rows[-count:], matrix), together[-count:]), f"the last {count} rows"
+    torch.set_num_threads(3)
+    assert torch.equal(wide_product(rows, matrix), together), "of three threads"
+    linear = PackedLinear(matrix=matrix, bias_O=bias)
+    assert torch.equal(linear(rows), (together + bias).bfloat16())
+    added = torch.ones(300, num_outputs, dtype=torch.bfloat16)
+    linear.add_to(added, rows)
+    assert torch.equal(added, (together + bias + 1).bfloat16())
 
 
 @needs_kernels
 @pytest.mark.parametrize("packed", Format)
-def test_many_rows_are_multiplied_with_the_matrix_unpacked_tile_by_tile(packed, monkeypatch):
+def test_rows_of_a_matrix_are_its_values_rounded_to_bfloat16(packed):
+    matrix, values = packed_matrix(packed, 200, 96)
+    wanted = [3, 199, 16]
+    assert torch.equal(matrix.rows(torch.tensor(wanted), torch.bfloat16), values.bfloat16()[wanted])
+
+
+@pytest.mark.parametrize("packed", Format)
+def test_without_the_c_kernels_the_matrix_is_unpacked_tile_by_tile(packed, monkeypatch):
     monkeypatch.setattr("penstock.models.packing.TILE_VALUES", 48 * 96)
     matrix, values = packed_matrix(packed, 200, 96)
-    tiles = [(outputs, tile.clone()) for outputs, tile in matrix.tiles(torch.bfloat16)]
-    assert [outputs.start for outputs, _ in tiles] == [0, 48, 96, 144, 192]
-    assert torch.equal(torch.cat([tile for _, tile in tiles]), values.bfloat16())
-    assert torch.equal(matrix.rows(torch.tensor([3, 199, 16]), torch.bfloat16), values.bfloat16()[[3, 199, 16]])
-    rows = torch.from_numpy(normal(70, 96, seed=2)).bfloat16()
-    expected = rows.double() @ values.bfloat16().double().T
-    linear = PackedLinear(matrix=matrix, bias_O=None)
-    added = torch.ones(70, 200, dtype=torch.bfloat16)
-    linear.add_to(added, rows)
-    assert (linear(rows).double() - expected).abs().max() <= 2**-8 * expected.abs().max()
-    assert (added.double() - 1 - expected).abs().max() <= 2**-8 * (1 + expected.abs().max())
-    assert (wide_product(rows, matrix) - expected).abs().max() < 1e-3
-
-
-def test_without_the_c_kernels_torch_gives_the_same():
-    matrix, values = packed_matrix(Format.INT4, 40, 64)
-    rows = torch.from_numpy(normal(5, 64, seed=2))
-    assert (wide_product(rows, matrix) - rows @ values.T).abs().max() < 1e-4
+    assert [outputs.start for outputs, _ in matrix.tiles(torch.float32)] == [0, 48, 96, 144, 192]
+    rows = torch.from_numpy(normal(70, 96, seed=2))
+    expected = rows.double() @ values.double().T
+    added = torch.ones(70, 200)
+    PackedLinear(matrix=matrix, bias_O=None).add_to(added, rows)
+    assert (wide_product(rows, matrix) - expected).abs().max() < 1e-4
+    assert (added - 1 - expected).abs().max() < 1e-4
     c_library.use("torch")
     found = wide_product(rows.bfloat16(), matrix)
-    assert (found - rows @ values.T).abs().max() <= 2**-6 * (rows @ values.T).abs().max()
+    assert (found - expected).abs().max() <= 2**-6 * expected.abs().max()
 
 
 def read(engine):
@@ -131,7 +132,7 @@ def test_chunks_equal_the_whole_prompt_inside_each_format(name, quantize, load):
 def test_bfloat16_in_chunks_is_no_further_from_float32_than_the_whole_prompt(quantize, load):
     exact, _ = read(load("llama", chunk_size=0, quantize=quantize))
     whole, _ = read(load("llama", chunk_size=0, dtype="bfloat16", quantize=quantize))
-    allowed = 3 * (whole[0] - exact[0]).abs().max()
+    allowed = 1.5 * (whole[0] - exact[0]).abs().max()
     for chunk_size in (1, 7, 64):
         logits, _ = read(load("llama", chunk_size=chunk_size, dtype="bfloat16", quantize=quantize))
         assert (logits[0] - exact[0]).abs().max() <= allowed, f"chunk size {chunk_size}"

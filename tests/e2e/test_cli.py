@@ -180,7 +180,7 @@ class BadInput:
             "empty standard input": lambda: [self.folder, "-f", "-"],
             "longer than the context": lambda: [self.folder, "-f", self.document, "-f", self.document],
             "longer than --context": lambda: [self.folder, "-f", self.document, "--context", 500],
-            "longer than the memory": lambda: ["smollm2", "-f", self.document, "--memory", "600MB"],
+            "longer than the memory": lambda: ["smollm2", "-f", self.document, "--memory", "440MB"],
             "chunk size below 0": lambda: [self.folder, *text, "--chunk-size", "-1"],
             "chunk size not a number": lambda: [self.folder, *text, "--chunk-size", "some"],
             "overlap as large as the chunk": lambda: [self.folder, *text, "--chunk-size", 8, "--overlap", 8],

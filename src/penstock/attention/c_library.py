@@ -46,6 +46,11 @@ def kernels() -> Found:
     return _found() if _is_wanted else Found(library=None, reason="switched off (cpu_kernels is torch)")
 
 
+def can_run() -> bool:
+    """Whether this machine has them, wanted in this process or not."""
+    return _found().library is not None
+
+
 @cache
 def _found() -> Found:
     if platform.system() != "Linux" or platform.machine() != "x86_64":

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#define FEW_ROWS 16      /* of a product whose time is that of reading the matrix */
+
 typedef uint16_t bf16;
 /* GOMP_parallel of the OpenMP library that torch uses, or a function like it. */
 typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
@@ -42,12 +44,12 @@ struct store {
 };
 
 struct norm {
-    const bf16 *from;             /* [outer, inner, width] */
+    const void *from;             /* [outer, inner, width]; floats where it is wide */
     int64_t outer_stride, inner_stride;
-    bf16 *to;                     /* the same, without gaps */
+    bf16 *to;                     /* as `from`, without gaps */
     const float *weight;          /* [width] */
     parallel_t parallel;
-    int32_t num_outer, num_inner, width, num_threads;
+    int32_t num_outer, num_inner, width, num_threads, is_wide;
     float eps;
 };
 
@@ -64,9 +66,10 @@ struct product {
     const bf16 *bias;       /* [outputs], or NULL */
     bf16 *out;              /* [rows, outputs] */
     float *wide;            /* the same, in place of `out` where it is not NULL */
-    void *workspace;        /* [penstock_product_bytes], of many rows; sums of groups, of packed codes */
+    void *workspace;        /* [penstock_product_bytes], of many rows */
+    float *group_sums;      /* [rows, groups], of packed codes */
     parallel_t parallel;
-    int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is in `out` */
+    int32_t num_rows, num_inputs, num_outputs, adds, num_threads, is_int4; /* adds: to what is there */
 };
 
 void penstock_attend(const struct attention *a);
@@ -77,5 +80,7 @@ void penstock_gated_activation(const struct gate *g);
 void penstock_multiply(const struct product *p);
 void penstock_multiply_many(const struct product *p);
 void penstock_multiply_packed(const struct product *p);
+int64_t penstock_product_bytes(int num_rows, int num_inputs, int num_threads);
+int64_t penstock_panels_bytes(int num_inputs, int num_threads);
 
 #endif

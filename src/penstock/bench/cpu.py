@@ -28,13 +28,16 @@ PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3"
 NUM_WRITTEN = 32
 NUM_WARMING = 48
 CHUNK_SIZES = (256, 512, 1024, 2048)
-OURS: dict[str, dict[str, Any]] = {"penstock bfloat16": {"dtype": "bfloat16"}, "penstock packed": {"quantize": "keep"}}
+OURS: dict[str, dict[str, Any]] = {
+    "penstock bfloat16": {"dtype": "bfloat16", "quantize": "none"},
+    "penstock packed": {"quantize": "keep"},
+}
 THEIRS: dict[str, Any] = {
     "dtypes": ("bfloat16", "float32"),
     "chunk_sizes": (0,),
     "formats": ("bfloat16", "q8_0", AS_STORED),
 }
-FORMATS: dict[str, dict[str, Any]] = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}}
+FORMATS: dict[str, dict[str, Any]] = {name: {"dtype": name, "quantize": "none"} for name in ("float32", "bfloat16")}
 FORMATS |= {name: {"quantize": name} for name in ("keep", "int8", "int4")}
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -106,7 +109,7 @@ class CpuSettings:
     def own(self, context: int | None = None) -> list[ReaderSettings]:
         shared: dict[str, Any] = {"model": self.model, "threads": self.threads, "context": context}
         is_quantized = bool(stored_formats(resolve(self.model)))
-        ways = {name: more for name, more in OURS.items() if is_quantized or more.get("quantize") != "keep"}
+        ways = {name: more for name, more in OURS.items() if is_quantized or more["quantize"] != "keep"}
         return [ReaderSettings(name=name, **shared, **more) for name, more in ways.items()]
 
     def readers(self, context: int) -> list[ReaderSettings]:
@@ -254,7 +257,7 @@ def _with_share(settings: CpuSettings, row: Row, limits: Limits) -> Row:
         share = row.tokens_per_s * flops / (limits.product_gflops * 1e9)
     else:
         head = outer_projection(spec, "embeddings" if spec.has_tied_embeddings else "head")
-        packing = packing_of(files, OURS[row.who].get("quantize", "none"))
+        packing = packing_of(files, OURS[row.who]["quantize"])
         share = row.tokens_per_s * sum(_bytes(matrix, packing) for matrix in (*layers, head))
         share /= limits.read_gb_per_s * 1e9
     return row.model_copy(update={"share_of_limit": share})

@@ -25,7 +25,7 @@ Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refus
 Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
 Quantize = Annotated[
-    str | None, typer.Option(help="Weights in few bits: keep (as the GGUF has them), int8, int4 or none.")
+    str | None, typer.Option(help="Weights in few bits: auto, keep (as the GGUF has them), int8, int4 or none.")
 ]
 Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
 TraceFile = Annotated[

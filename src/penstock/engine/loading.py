@@ -197,7 +197,7 @@ def load_native(
     """`weights` take the place of those in the files."""
     spec = decoder_spec(files.config)
     start = LoadStart.of(files, config, device)
-    quantize = choose_quantize(config, files, device.type)
+    quantize = choose_quantize(config, files, device.type, start.dtype)
     budget = start.budget_bytes
     memory = memory_model(files, config, start.dtype, start.runtime_bytes, budget, device.type)
     max_context, warnings = context_limit(config, spec.max_context)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import config as defaults
+from penstock.attention import c_library
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidModelFile, InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import (
@@ -112,8 +113,11 @@ def choose_dtype(asked: str, model_config: Mapping[str, Any], device: str = "cpu
     return "bfloat16" if stored != "float32" and (device == "cuda" or has_fast_bfloat16()) else "float32"
 
 
-def choose_quantize(config: EngineConfig, files: ModelFiles, device: str) -> str:
-    """The format of a native model's matrices, refused where it cannot be had."""
+def choose_quantize(config: EngineConfig, files: ModelFiles, device: str, dtype: str) -> str:
+    """The format of a native model's matrices. What was asked for is refused where it cannot be had."""
+    if config.quantize == "auto":
+        is_kept = device == "cpu" and bool(stored_formats(files)) and multiplies_codes(config, dtype)
+        return "keep" if is_kept else "none"
     if config.quantize != "none" and device != "cpu":
         raise InvalidSetting(
             f"--quantize {config.quantize} is for processors; on device {device!r} weights stay in the model's dtype. "
@@ -124,8 +128,13 @@ def choose_quantize(config: EngineConfig, files: ModelFiles, device: str) -> str
     return config.quantize
 
 
+def multiplies_codes(config: EngineConfig, dtype: str) -> bool:
+    """Whether rows are multiplied with weights in few bits as they lie; they are unpacked otherwise."""
+    return dtype == "bfloat16" and config.cpu_kernels == "auto" and c_library.can_run()
+
+
 def require_plain_weights(config: EngineConfig, lane: LaneFacts) -> None:
-    if config.quantize != "none" and lane.id != NATIVE_TEXT:
+    if config.quantize not in ("auto", "none") and lane.id != NATIVE_TEXT:
         raise InvalidSetting(f"--quantize {config.quantize} is for lane {NATIVE_TEXT}, not {lane.id}; leave it out.")
 
 
@@ -155,11 +164,12 @@ def memory_model(
     files: ModelFiles, config: EngineConfig, dtype: str, runtime_bytes: int, budget_bytes: int, device: str = "cpu"
 ) -> MemoryModel:
     is_seq2seq = bool(files.config.get("is_encoder_decoder"))
-    shape = (
-        seq2seq_shape(seq2seq_spec(files.config), DTYPE_BYTES[dtype])
-        if is_seq2seq
-        else native_shape(files.config, dtype, packing_of(files, choose_quantize(config, files, device)))
-    )
+    if is_seq2seq:
+        shape = seq2seq_shape(seq2seq_spec(files.config), DTYPE_BYTES[dtype])
+    else:
+        packing = packing_of(files, choose_quantize(config, files, device, dtype))
+        is_multiplied = packing is not None and multiplies_codes(config, dtype)
+        shape = native_shape(files.config, dtype, packing, multiplies_codes=is_multiplied)
     num_running, num_checkpoints = state_slots(shape, config, budget_bytes - runtime_bytes - shape.weight_bytes)
     return MemoryModel(
         shape=shape,
@@ -331,7 +341,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     peaks = {size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes}
-    quantize = choose_quantize(config, files, device) if lane.id == NATIVE_TEXT else "none"
+    quantize = choose_quantize(config, files, device, dtype) if lane.id == NATIVE_TEXT else "none"
     return ModelPlan(
         model=model,
         lane=lane,

@@ -10,7 +10,7 @@ from penstock.errors import UnknownLane, UnsupportedModel
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.layer_specs import state_bytes
 from penstock.models.media_spec import NATIVE_MEDIA, text_part
-from penstock.models.packing import Packing, packed_sizes
+from penstock.models.packing import GROUP_SUM_BYTES, Packing, packed_sizes
 from penstock.models.spec import FAMILIES, DecoderSpec, decoder_spec, is_supported
 from penstock.plan.memory import ModelShape
 
@@ -205,7 +205,10 @@ def _facts(lane_id: str, reason: str) -> LaneFacts:
     return replace(facts, gives_hidden=lane_id == NATIVE_TEXT)
 
 
-def native_shape(config: Mapping[str, Any], dtype: str, packing: Packing | None = None) -> ModelShape:
+def native_shape(
+    config: Mapping[str, Any], dtype: str, packing: Packing | None = None, *, multiplies_codes: bool = False
+) -> ModelShape:
+    """`multiplies_codes`: packed matrices are not unpacked for a product."""
     spec = decoder_spec(config)
     packed = packed_sizes(spec, packing) if packing is not None else None
     return ModelShape(
@@ -217,13 +220,14 @@ def native_shape(config: Mapping[str, Any], dtype: str, packing: Packing | None 
         intermediate_size=spec.widest_mlp,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters,
-        largest_matrix=_largest_matrix(spec),
+        largest_matrix=0 if packed and packed.are_all and multiplies_codes else _largest_matrix(spec),
         dtype_bytes=DTYPE_BYTES[dtype],
         max_context=spec.max_context,
         attends_through_scores=spec.attention_softcap is not None,
         num_packed=packed.num_values if packed else 0,
         packed_bytes=packed.num_bytes if packed else 0,
-        unpacked_tile_bytes=packed.tile_values * DTYPE_BYTES[dtype] if packed else 0,
+        unpacked_tile_bytes=packed.tile_values * DTYPE_BYTES[dtype] if packed and not multiplies_codes else 0,
+        group_sum_bytes_per_token=packed.most_groups * GROUP_SUM_BYTES if packed and multiplies_codes else 0,
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
 

@@ -40,7 +40,7 @@ class NativeTextLane:
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         hidden_TM = self._hidden(inputs)
         if inputs.take_hidden is not None:
-            inputs.take_hidden(self.decoder.final_norm(hidden_TM))
+            inputs.take_hidden(self.decoder.final_norm(hidden_TM, self.decoder.dtype))
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
 
     def record(self) -> None:

@@ -1,11 +1,19 @@
 /* Norms and gated activations in bfloat16, each in one pass over memory. */
 #include "cpu_vectors.h"
 
-static void norm_row(const struct norm *n, const bf16 *from, bf16 *to)
+/* Up to 16 values from `at` on. */
+INLINE __m512 load_values(const void *from, size_t at, int count, const int is_wide)
+{
+    if (is_wide)
+        return _mm512_maskz_loadu_ps(lanes_of(count), (const float *)from + at);
+    return load_floats((const bf16 *)from + at, count);
+}
+
+INLINE void norm_row(const struct norm *n, size_t first, bf16 *to, const int is_wide)
 {
     __m512 squares = _mm512_setzero_ps();
     for (int i = 0; i < n->width; i += LANES) {
-        __m512 x = load_floats(from + i, n->width - i);
+        __m512 x = load_values(n->from, first + i, n->width - i, is_wide);
         squares = _mm512_fmadd_ps(x, x, squares);
     }
     float mean = _mm512_reduce_add_ps(squares) / n->width + n->eps;
@@ -13,7 +21,8 @@ static void norm_row(const struct norm *n, const bf16 *from, bf16 *to)
     for (int i = 0; i < n->width; i += LANES) {
         int count = n->width - i;
         __m512 weight = _mm512_maskz_loadu_ps(lanes_of(count), n->weight + i);
-        store_floats(to + i, _mm512_mul_ps(_mm512_mul_ps(load_floats(from + i, count), scale), weight), count);
+        __m512 x = load_values(n->from, first + i, count, is_wide);
+        store_floats(to + i, _mm512_mul_ps(_mm512_mul_ps(x, scale), weight), count);
     }
 }
 
@@ -21,9 +30,14 @@ static void norm_rows(const void *of, int first, int end)
 {
     const struct norm *n = of;
     for (int row = first; row < end; row++)
-        for (int inner = 0; inner < n->num_inner; inner++)
-            norm_row(n, n->from + row * n->outer_stride + inner * n->inner_stride,
-                     n->to + ((size_t)row * n->num_inner + inner) * n->width);
+        for (int inner = 0; inner < n->num_inner; inner++) {
+            size_t at = row * n->outer_stride + inner * n->inner_stride;
+            bf16 *to = n->to + ((size_t)row * n->num_inner + inner) * n->width;
+            if (n->is_wide)
+                norm_row(n, at, to, 1);
+            else
+                norm_row(n, at, to, 0);
+        }
 }
 
 void penstock_rms_norm(const struct norm *n)

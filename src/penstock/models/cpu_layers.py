@@ -10,7 +10,6 @@ import threading
 import torch
 
 from penstock.attention.c_library import CKernels, c_kernels
-from penstock.models.packed import MOST_ROWS as MOST_PACKED_ROWS
 from penstock.models.packed import PackedMatrix
 from penstock.models.packing import GROUP, Format
 
@@ -31,7 +30,7 @@ class NormCall(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("parallel", ctypes.c_void_p),
-        *[(name, ctypes.c_int32) for name in ("num_outer", "num_inner", "width", "num_threads")],
+        *[(name, ctypes.c_int32) for name in ("num_outer", "num_inner", "width", "num_threads", "is_wide")],
         ("eps", ctypes.c_float),
     ]
 
@@ -49,16 +48,17 @@ class ProductCall(ctypes.Structure):
     """`struct product` of cpu_calls.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace", "parallel")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "weight", "bias", "out", "wide", "workspace")],
+        *[(name, ctypes.c_void_p) for name in ("group_sums", "parallel")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "num_inputs", "num_outputs", "adds", "num_threads")],
         ("is_int4", ctypes.c_int32),
     ]
 
 
 def kernels_for_product(x_TI: torch.Tensor, weight_OI: torch.Tensor | PackedMatrix) -> CKernels | None:
-    """None where torch has to multiply: many rows, or another layout."""
+    """None where torch has to multiply: many rows of a matrix in the dtype, or another layout."""
     if isinstance(weight_OI, PackedMatrix):
-        return kernels_for(x_TI) if x_TI.dim() == 2 and x_TI.shape[0] <= MOST_PACKED_ROWS else None
+        return kernels_for(x_TI) if x_TI.dim() == 2 else None
     if x_TI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
         return None
     num_rows, num_inputs = x_TI.shape
@@ -82,10 +82,10 @@ def kernels_for(x: torch.Tensor) -> CKernels | None:
 
 
 def rms_norm(kernels: CKernels, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension of [tokens, D] or [tokens, heads, D]."""
+    """Over the last dimension of [tokens, D] or [tokens, heads, D], from bfloat16 or float32 to bfloat16."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
     call = NormCall(
         input=x.data_ptr(),
         outer_stride=x.stride(0),
@@ -97,6 +97,7 @@ def rms_norm(kernels: CKernels, x: torch.Tensor, weight_D: torch.Tensor, eps: fl
         num_inner=x.shape[1] if x.dim() == 3 else 1,
         width=x.shape[-1],
         num_threads=torch.get_num_threads(),
+        is_wide=x.dtype == torch.float32,
         eps=eps,
     )
     kernels.library.penstock_rms_norm(ctypes.byref(call))
@@ -132,21 +133,20 @@ def multiply(
     x_TI = x_TI.contiguous()
     num_rows, num_inputs = x_TI.shape
     is_packed = isinstance(weight_OI, PackedMatrix)
-    dtype = torch.float32 if is_wide else x_TI.dtype
-    out_TO = torch.empty(num_rows, weight_OI.shape[0], dtype=dtype) if add_to is None else add_to
-    num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
-    if is_packed:
-        group_sums = torch.empty(num_rows * (num_inputs // GROUP))
-        workspace = group_sums.data_ptr()
+    if add_to is None:
+        out_TO = torch.empty(num_rows, weight_OI.shape[0], dtype=torch.float32 if is_wide else x_TI.dtype)
     else:
-        workspace = None if has_few_rows else product_workspace(kernels, num_rows, num_inputs, num_threads).data_ptr()
+        out_TO, is_wide = add_to, add_to.dtype == torch.float32
+    num_threads, has_few_rows = torch.get_num_threads(), num_rows <= FEW_ROWS
+    group_sums = torch.empty(num_rows * (num_inputs // GROUP) if is_packed else 0)
     call = ProductCall(
         rows=x_TI.data_ptr(),
         weight=weight_OI.bytes.data_ptr() if is_packed else weight_OI.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         out=None if is_wide else out_TO.data_ptr(),
         wide=out_TO.data_ptr() if is_wide else None,
-        workspace=workspace,
+        workspace=None if has_few_rows else product_workspace(kernels, num_rows, num_inputs, num_threads).data_ptr(),
+        group_sums=group_sums.data_ptr(),
         parallel=kernels.parallel,
         num_rows=num_rows,
         num_inputs=num_inputs,

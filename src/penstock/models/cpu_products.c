@@ -98,7 +98,9 @@ static size_t parts_bytes(int num_threads) { return (num_threads * sizeof(struct
 int64_t penstock_product_bytes(int num_rows, int num_inputs, int num_threads)
 {
     int num_tiles = smaller(SLAB, (num_rows + TALL - 1) / TALL);
-    return parts_bytes(num_threads) + sizeof(bf16) * num_tiles * TALL * num_inputs;
+    int64_t plain = parts_bytes(num_threads) + sizeof(bf16) * num_tiles * TALL * num_inputs;
+    int64_t packed = penstock_panels_bytes(num_inputs, num_threads);
+    return plain > packed ? plain : packed;
 }
 
 static void turn_rows(const struct product *p, int first, uint32_t *pairs)

@@ -13,7 +13,6 @@
 #include "cpu_vectors.h"
 
 #define PAUSES 2000       /* before a thread sleeps: some tens of microseconds */
-#define FEW_ROWS 16       /* of a product whose time is that of reading the matrix */
 #define IS_OPEN 0x80u     /* a door is the round, whether it may be joined, whether it is the last, and who is inside */
 #define IS_OVER 0x40u
 #define NUM_INSIDE 0x3fu
@@ -102,14 +101,13 @@ static void run_product(const struct product *with, const struct step *step, int
     product.num_rows = step->num_rows;
     product.num_threads = step->layout->num_threads;
     product.parallel = in_team;
+    product.workspace = step->workspace;
     if (is_packed)
         penstock_multiply_packed(&product);
     else if (step->num_rows <= FEW_ROWS || product.num_inputs % 2)
         penstock_multiply(&product);
-    else {
-        product.workspace = step->workspace;
+    else
         penstock_multiply_many(&product);
-    }
 }
 
 static void run_store(const struct store *with, const struct attention *layout)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from enum import IntEnum
 
 import torch
@@ -17,7 +16,6 @@ from penstock.attention.cpu_compiled import LARGEST_GROUP, AttentionCall, Compil
 from penstock.models.cpu_layers import GELU_TANH, GateCall, NormCall, ProductCall, product_workspace
 from penstock.models.decoder import Attention, Decoder, Layer
 from penstock.models.layers import GatedMlp, Linear, PackedLinear, RmsNorm
-from penstock.models.packed import MOST_ROWS as MOST_PACKED_ROWS
 from penstock.models.packing import GROUP, Format
 
 MOST_ROWS = 1088  # a chunk of 1,024 and tokens beside it
@@ -55,20 +53,19 @@ class CompiledSteps:
         self._decoder = decoder
         self._attention = attention
         self._compiled = compiled
-        self._most_rows = _most_rows(decoder)
         heads, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        self._hidden_RM, self._normed_RM = self._rows(spec.hidden_size), self._rows(spec.hidden_size)
+        self._hidden_RM = _rows(spec.hidden_size, decoder.residual_dtype)
+        self._normed_RM = _rows(spec.hidden_size)
         # What attention and the MLP make of them is never needed at the same time: it lies in the same memory.
         in_attention = [spec.qkv_rows, heads, heads, *([heads, kv_rows] if spec.qk_norm else [])]
         in_mlp = [2 * spec.intermediate_size, spec.intermediate_size]
-        shared = self._rows(max(sum(in_attention), sum(in_mlp)))
-        self._qkv, self._rotated, self._attended, *self._normed_heads = self._parts(shared, in_attention)
-        self._gate_up, self._gated_RF = self._parts(shared, in_mlp)
+        shared = _rows(max(sum(in_attention), sum(in_mlp)))
+        self._qkv, self._rotated, self._attended, *self._normed_heads = _parts(shared, in_attention)
+        self._gate_up, self._gated_RF = _parts(shared, in_mlp)
         self._most_inputs = max(spec.hidden_size, heads, spec.intermediate_size)
-        self._group_sums = torch.empty(self._most_rows * self._most_inputs // GROUP)
+        self._group_sums = torch.empty(MOST_ROWS * self._most_inputs // GROUP)
         self._rotations = {
-            name: tuple(self._rows(rotary.spec.num_dims // 2) for _ in range(2))
-            for name, rotary in decoder.rotaries.items()
+            name: tuple(_rows(rotary.spec.num_dims // 2) for _ in range(2)) for name, rotary in decoder.rotaries.items()
         }
         self._calls: list[tuple[_Kind, ctypes.Structure]] = []
         for layer in decoder.layers:
@@ -81,7 +78,7 @@ class CompiledSteps:
         )
 
     def fits(self, inputs: ForwardInputs) -> bool:
-        return 0 < len(inputs.ids_T) <= self._most_rows and c_kernels() is not None
+        return 0 < len(inputs.ids_T) <= MOST_ROWS and c_kernels() is not None
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""
@@ -104,15 +101,6 @@ class CompiledSteps:
         )
         kernels.library.penstock_run_step(ctypes.byref(step))
         return hidden_TM
-
-    def _rows(self, width: int) -> torch.Tensor:
-        """Resident as far as steps have used them."""
-        return torch.empty(self._most_rows, width, dtype=torch.bfloat16)
-
-    def _parts(self, rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-        """One after another, each in rows of its own width."""
-        flat = rows.flatten()[: self._most_rows * sum(widths)]
-        return [part.view(self._most_rows, -1) for part in flat.split([self._most_rows * width for width in widths])]
 
     def _list_attention(self, layer: Layer, mixer: Attention) -> None:
         spec = self._decoder.spec
@@ -181,6 +169,7 @@ class CompiledSteps:
             weight=norm.weight.data_ptr(),
             num_inner=x.shape[1] // width,
             width=width,
+            is_wide=x.dtype == torch.float32,
             eps=norm.eps,
         )
         self._calls.append((_Kind.NORM, call))
@@ -194,8 +183,8 @@ class CompiledSteps:
             rows=x.data_ptr(),
             weight=linear.matrix.bytes.data_ptr() if is_packed else linear.weight_OI.data_ptr(),
             bias=None if linear.bias_O is None else linear.bias_O.data_ptr(),
-            out=out.data_ptr(),
-            workspace=self._group_sums.data_ptr(),
+            **{"wide" if out.dtype == torch.float32 else "out": out.data_ptr()},
+            group_sums=self._group_sums.data_ptr(),
             num_inputs=x.shape[1],
             num_outputs=out.shape[1],
             adds=adds,
@@ -204,15 +193,15 @@ class CompiledSteps:
         self._calls.append((_Kind.PACKED_PRODUCT if is_packed else _Kind.PRODUCT, call))
 
 
-def _most_rows(decoder: Decoder) -> int:
-    is_packed = any(isinstance(linear, PackedLinear) for layer in decoder.layers for linear in _linears(layer))
-    return MOST_PACKED_ROWS if is_packed else MOST_ROWS
+def _rows(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Resident as far as steps have used them."""
+    return torch.empty(MOST_ROWS, width, dtype=dtype)
 
 
-def _linears(layer: Layer) -> Iterator[Linear | PackedLinear]:
-    assert isinstance(layer.mixer, Attention)
-    assert isinstance(layer.mlp, GatedMlp)
-    yield from (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down)
+def _parts(rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+    """One after another, each in rows of its own width."""
+    flat = rows.flatten()[: MOST_ROWS * sum(widths)]
+    return [part.view(MOST_ROWS, -1) for part in flat.split([MOST_ROWS * width for width in widths])]
 
 
 def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSteps | None:

@@ -51,6 +51,8 @@ class Decoder:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        # What the layers add to. Products with codes give float32 sums, and adding those loses nothing to rounding.
+        self.residual_dtype = dtype if packing is None else torch.float32
         self._packing = packing
         self._projections = [layer_projections(spec, index) for index in range(spec.num_layers)]
         self.embeddings_VM = self._empty_weight(outer_projection(spec, "embeddings"))
@@ -78,11 +80,11 @@ class Decoder:
         It keeps keys and values; `states` keeps what recurrent layers carry.
         """
         rotations = self.rotations(inputs)
-        hidden_TM = self.embedded(inputs.ids_T)
+        hidden_TM = self.embedded(inputs.ids_T).to(self.residual_dtype)
         if inputs.media is not None:
             hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(self.dtype)
         for index, layer in enumerate(self.layers):
-            normed = _normed(layer, "input_layernorm", hidden_TM)
+            normed = self._normed(layer, "input_layernorm", hidden_TM)
             if isinstance(layer.mixer, GatedDelta | Mamba):
                 assert states is not None, "recurrent layers need their states"
                 mixed = layer.mixer(normed, inputs, states.layers[index])
@@ -110,7 +112,7 @@ class Decoder:
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
-        logits_LV = wide_product(self.final_norm(hidden_LM), self.head_VM)
+        logits_LV = wide_product(self.final_norm(hidden_LM, self.dtype), self.head_VM)
         if self.spec.logit_scale != 1.0:
             logits_LV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:
@@ -128,7 +130,7 @@ class Decoder:
         spec = self.spec
         q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
         if spec.qk_norm == "projection":
-            q, k = _normed(layer, "self_attn.q_norm", q), _normed(layer, "self_attn.k_norm", k)
+            q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
         q_THD, k_TKD, v_TKD = (x.unflatten(-1, (heads, -1)) for x, heads in self._heads(q, k, v))
         gate_THD = None
         if spec.has_output_gate:
@@ -147,8 +149,12 @@ class Decoder:
         yield k, self.spec.num_kv_heads
         yield v, self.spec.num_kv_heads
 
+    def _normed(self, layer: Layer, name: str, x: torch.Tensor) -> torch.Tensor:
+        norm = layer.norms.get(name)
+        return x.to(self.dtype) if norm is None else norm(x, self.dtype)
+
     def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
-        normed = _normed(layer, self._mlp_input_norm, hidden_TM)
+        normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
         self._add(layer, "mlp", layer.mlp, normed, hidden_TM)
 
     def _add(
@@ -305,8 +311,3 @@ def _parts(
         else:
             yield part.name, weight[rows]
         row += part.num_rows
-
-
-def _normed(layer: Layer, name: str | None, x: torch.Tensor) -> torch.Tensor:
-    norm = layer.norms.get(name) if name else None
-    return x if norm is None else norm(x)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.attention.c_library import c_kernels
 from penstock.models import cpu_layers
 from penstock.models.packed import PackedMatrix
 
@@ -76,7 +77,7 @@ class Linear:
             cpu_layers.multiply(kernels, x_TI, self.weight_OI, self.bias_O, add_to=out_TO)
         elif self.bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, self.weight_OI):
             _gpu_products().add_product(out_TO, x_TI, self.weight_OI)
-        elif self.bias_O is None and (x_TI.is_cuda or cpu_layers.kernels_for(x_TI)):
+        elif self.bias_O is None and out_TO.dtype == x_TI.dtype and (x_TI.is_cuda or cpu_layers.kernels_for(x_TI)):
             out_TO.addmm_(x_TI, self.weight_OI.t())
         else:
             out_TO += self(x_TI)
@@ -119,14 +120,16 @@ class RmsNorm:
     weight: torch.Tensor
     eps: float
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """In `dtype`, or None: that of x."""
+        dtype = dtype or x.dtype
         if x.is_cuda:
             return _on_gpu().rms_norm(x, self.weight, self.eps)
-        if x.dim() in (2, 3) and (kernels := cpu_layers.kernels_for(x)):
+        if x.dim() in (2, 3) and dtype == torch.bfloat16 and (kernels := c_kernels()):
             return cpu_layers.rms_norm(kernels, x, self.weight, self.eps)
         wide = x.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).mul_(self.weight).to(x.dtype)
+        return (wide * scale).mul_(self.weight).to(dtype)
 
 
 def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:

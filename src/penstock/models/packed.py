@@ -1,4 +1,4 @@
-"""Matrices kept in few bits. A few rows are multiplied with the codes themselves, in C; many with unpacked tiles."""
+"""Matrices kept in few bits. Rows are multiplied with the codes themselves, in C; without it with unpacked tiles."""
 
 # T tokens, I inputs, O outputs, B blocks of 16 outputs, G groups of 32 inputs
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.attention.c_library import CKernels, c_kernels
+from penstock.attention.c_library import c_kernels
 from penstock.models.groups import Groups
 from penstock.models.packing import GROUP, LANES, Format, matrix_bytes, tile_outputs
 
@@ -21,7 +21,6 @@ BLOCKS = {
     Format.INT8: np.dtype([("codes", "i1", (16, LANES, 2)), ("scales", "<f2", LANES)]),
     Format.INT4: np.dtype([("codes", "<u2", (4, LANES, 2)), ("scales", "<f2", LANES), ("lowest", "<f2", LANES)]),
 }
-MOST_ROWS = 32  # that are multiplied with the codes; unpacking pays for more
 
 
 class _Unpacking(ctypes.Structure):
@@ -85,34 +84,9 @@ class PackedMatrix:
             return torch.from_numpy(self.values(ids_T.numpy())).to(dtype)
         ids_T = ids_T.contiguous()
         out = torch.empty(len(ids_T), self.num_inputs, dtype=dtype)
-        self._unpack(kernels, kernels.library.penstock_unpack_rows, out, self.bytes.data_ptr(), ids_T.data_ptr())
-        return out
-
-    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(outputs, their rows) for the whole matrix; the memory of one tile serves the next."""
-        step = tile_outputs(self.num_outputs, self.num_inputs)
-        kernels = c_kernels() if dtype == torch.bfloat16 else None
-        block_bytes = matrix_bytes(self.format, LANES, self.num_inputs)
-        memory = None if kernels is None else torch.empty(min(step, self.num_outputs), self.num_inputs, dtype=dtype)
-        for first in range(0, self.num_outputs, step):
-            outputs = slice(first, min(first + step, self.num_outputs))
-            if kernels is None or memory is None:
-                yield outputs, torch.from_numpy(self.values(np.arange(first, outputs.stop))).to(dtype)
-                continue
-            tile = memory[: outputs.stop - first]
-            start = self.bytes.data_ptr() + first // LANES * block_bytes
-            self._unpack(kernels, kernels.library.penstock_unpack, tile, start, None)
-            yield outputs, tile
-
-    def _blocks(self) -> np.ndarray:
-        return self.bytes.numpy().view(BLOCKS[self.format]).reshape(-1, self.num_inputs // GROUP)
-
-    def _unpack(
-        self, kernels: CKernels, function: ctypes._NamedFuncPointer, out: torch.Tensor, start: int, ids: int | None
-    ) -> None:
         call = _Unpacking(
-            blocks=start,
-            ids=ids,
+            blocks=self.bytes.data_ptr(),
+            ids=ids_T.data_ptr(),
             out=out.data_ptr(),
             parallel=kernels.parallel,
             num_rows=len(out),
@@ -120,7 +94,18 @@ class PackedMatrix:
             is_int4=self.format is Format.INT4,
             num_threads=torch.get_num_threads(),
         )
-        function(ctypes.byref(call))
+        kernels.library.penstock_unpack_rows(ctypes.byref(call))
+        return out
+
+    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(outputs, their rows) for the whole matrix, where the C kernels cannot multiply."""
+        step = tile_outputs(self.num_outputs, self.num_inputs)
+        for first in range(0, self.num_outputs, step):
+            outputs = slice(first, min(first + step, self.num_outputs))
+            yield outputs, torch.from_numpy(self.values(np.arange(first, outputs.stop))).to(dtype)
+
+    def _blocks(self) -> np.ndarray:
+        return self.bytes.numpy().view(BLOCKS[self.format]).reshape(-1, self.num_inputs // GROUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from penstock.models.projections import Projection, projections
 from penstock.models.spec import DecoderSpec
 
 GROUP = 32  # inputs that share a scale
+GROUP_SUM_BYTES = 4  # of a row's inputs that share a scale, in float32
 LANES = 16  # outputs that lie together
-TILE_VALUES = 2**21  # of a matrix, unpacked at a time where many rows are multiplied
+TILE_VALUES = 2**21  # of a matrix, unpacked at a time where no C kernels multiply its codes
 FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 IN_FOUR_BITS = frozenset({GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K})
 
@@ -78,17 +79,24 @@ class PackedSizes:
     num_values: int
     num_bytes: int
     tile_values: int  # unpacked at a time
+    most_groups: int  # of the inputs of a matrix
+    are_all: bool  # whether no matrix of a layer stays in the dtype
 
 
 def packed_sizes(spec: DecoderSpec, packing: Packing) -> PackedSizes:
-    num_values = num_bytes = tile = 0
+    num_values = num_bytes = tile = most_groups = 0
+    are_all = spec.experts is None and spec.recurrent is None
     for projection in projections(spec):
         if (found := packing.format(projection)) is None:
+            are_all = are_all and projection.role in ("embeddings", "head")
             continue
         num_values += projection.num_outputs * projection.num_inputs
         num_bytes += matrix_bytes(found, projection.num_outputs, projection.num_inputs)
         tile = max(tile, tile_outputs(projection.num_outputs, projection.num_inputs) * projection.num_inputs)
-    return PackedSizes(num_values=num_values, num_bytes=num_bytes, tile_values=tile)
+        most_groups = max(most_groups, projection.num_inputs // GROUP)
+    return PackedSizes(
+        num_values=num_values, num_bytes=num_bytes, tile_values=tile, most_groups=most_groups, are_all=are_all
+    )
 
 
 def matrix_bytes(packed: Format, num_outputs: int, num_inputs: int) -> int:

@@ -34,7 +34,8 @@ class ModelShape:
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
     num_packed: int = 0  # parameters kept in few bits
     packed_bytes: int = 0  # that those take
-    unpacked_tile_bytes: int = 0  # of them, where many rows are multiplied
+    unpacked_tile_bytes: int = 0  # of them, where rows are not multiplied with their codes
+    group_sum_bytes_per_token: int = 0  # where they are
     copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
 
     @property
@@ -161,12 +162,13 @@ class MemoryModel:
         return partial
 
     def _packing_bytes(self, chunk: int) -> int:
-        """While a product of many rows runs: a tile of weights kept in few bits, and what the library packs."""
+        """While a product of many rows runs: sums or a tile, for weights in few bits, and what the library packs."""
         if chunk == 1:
             return 0
         tile, matrix = self.shape.unpacked_tile_bytes, self.shape.largest_matrix * self.shape.dtype_bytes
         packed = min(tile, matrix) if tile else matrix
-        return tile + (packed if self.most_packed_bytes is None else min(packed, self.most_packed_bytes))
+        sums = chunk * self.shape.group_sum_bytes_per_token
+        return sums + tile + (packed if self.most_packed_bytes is None else min(packed, self.most_packed_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
