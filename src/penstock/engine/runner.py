@@ -37,7 +37,7 @@ class StepLogits(Mapping[int, torch.Tensor]):
         last_rows = [rows_by_sequence[sequence_id].stop - 1 for sequence_id in choosing]
         if len(last_rows) < len(logits):
             logits = logits[torch.tensor(last_rows, dtype=torch.long, device=logits.device)]
-        self.tokens_on_device = logits.argmax(-1) if len(logits) else torch.empty(0, dtype=torch.long)
+        self.tokens_on_device = _likeliest(logits)
         self._tokens = self.tokens_on_device
         self._is_done: torch.cuda.Event | None = None
         if begun is not None:
@@ -175,6 +175,15 @@ class Runner:
         for part, place in zip(parts, packed.split(sizes), strict=True):
             place.numpy()[:] = part
         return list(packed.to(self.device, non_blocking=True).split(sizes))
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    if not len(logits):
+        return torch.empty(0, dtype=torch.long)
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # Vectorized, which torch's own is not, and no thread is woken for it.
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def _num_source(sequence: SequenceState) -> int:
