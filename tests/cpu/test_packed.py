@@ -1,5 +1,7 @@
 """Matrices in few bits: the codes of a GGUF, products with them, and prompts in chunks inside each format."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tiny_models import prompt
 
 from penstock.attention import c_library
 from penstock.errors import InvalidSetting
+from penstock.models import cpu_layers
 from penstock.models.groups import from_gguf, grouped
 from penstock.models.layers import PackedLinear, wide_product
 from penstock.models.packed import PackedMatrix
@@ -52,6 +55,17 @@ def test_q4_k_keeps_its_codes_and_rounds_their_scales_to_float16():
     expected = quants.dequantize(blocks, kind)
     found = from_gguf(blocks, kind, Format.INT4).values
     assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_inputs", [576, 3072, 7264, 8192, 14_336])
+def test_the_workspace_of_a_step_serves_its_narrower_products_too(num_inputs):
+    kernels = c_library.c_kernels()
+    kernels.library.penstock_panels_bytes.restype = ctypes.c_int64
+    for num_threads in (1, 16, 63):
+        available = cpu_layers.product_workspace(kernels, 64, num_inputs, num_threads).numel()
+        for narrower in range(32, num_inputs + 1, 32):
+            assert kernels.library.penstock_panels_bytes(narrower, num_threads) <= available
 
 
 def test_other_types_take_the_nearest_codes_of_eight_bits():
@@ -137,10 +151,8 @@ def test_bfloat16_in_chunks_is_the_whole_prompt_bit_by_bit(quantize, load):
         assert torch.equal(logits, whole), f"chunk size {chunk_size}"
         assert found == tokens
     allowed = 1.5 * (whole[0] - exact[0]).abs().max()
-    for chunk_size in (
-        1,
-        7,
-    ):  # single tokens attend in another order; few rows of an unpacked matrix are added up in one
+    # Single tokens attend in another order; few rows of an unpacked matrix are added up in one.
+    for chunk_size in (1, 7):
         logits, _ = read(load("llama", chunk_size=chunk_size, dtype="bfloat16", quantize=quantize))
         assert (logits[0] - exact[0]).abs().max() <= allowed, f"chunk size {chunk_size}"
 

@@ -122,7 +122,8 @@ INLINE void write_values(const struct product *p, __m512 values, int row, int ou
     if (p->bias)
         values = _mm512_add_ps(values, load_floats(p->bias + output, count));
     if (p->adds)
-        values = _mm512_add_ps(values, p->wide ? _mm512_maskz_loadu_ps(lanes_of(count), p->wide + at) : load_floats(p->out + at, count));
+        values = _mm512_add_ps(values, p->wide ? _mm512_maskz_loadu_ps(lanes_of(count), p->wide + at)
+                                               : load_floats(p->out + at, count));
     if (p->wide)
         _mm512_mask_storeu_ps(p->wide + at, lanes_of(count), values);
     else

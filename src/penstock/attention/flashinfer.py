@@ -20,7 +20,7 @@ from penstock.cache.storage import KvStorage
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-TILE_TOKENS = 128  # of a chunk, that one head takes at a time
+TILE_TOKENS = {128: 128}  # of a chunk, that one head takes at a time, by its size; where that was measured
 WORKSPACE_BYTES = 16 * 2**20
 HOPPER = (9, 0)
 # The host may plan a step while the one before it runs, so each writes into buffers of its own.

@@ -117,7 +117,9 @@ def _change(probe: str, before: Measure, after: Measure, *, usual_spread: float,
     low, high = (before, after) if is_more else (after, before)
     has_enough = min(len(low.samples), len(high.samples)) >= FEWEST_SAMPLES[unit]
     is_apart = low.median < min(high.samples)
-    is_beyond = high.median > limit * low.median + LEAST[unit] and min(high.samples) > limit * min(low.samples)
+    is_beyond = high.median > max(limit * low.median, low.median + LEAST[unit]) and min(high.samples) > limit * min(
+        low.samples
+    )
     is_change = has_enough and is_apart and is_beyond
     return Change(
         probe=probe,

@@ -124,7 +124,13 @@ class Calibration:
         if not isinstance(attention, CudaAttention) or attention.reader is None:
             return None
         reader = attention.reader
-        return Waves(tile_tokens=TILE_TOKENS, num_heads=reader.num_heads, tiles_at_once=attention.num_processors)
+        if reader.head_size not in TILE_TOKENS:
+            return None
+        return Waves(
+            tile_tokens=TILE_TOKENS[reader.head_size],
+            num_heads=reader.num_heads,
+            tiles_at_once=attention.num_processors,
+        )
 
     @property
     def _capacity(self) -> int:

@@ -73,6 +73,7 @@ def product_workspace(kernels: CKernels, num_rows: int, num_inputs: int, num_thr
     kept = getattr(_of_thread, "workspace", None)
     if kept is None or kept.numel() < num_bytes:
         kept = _of_thread.workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        assert kept.data_ptr() % 64 == 0, "panels are read in whole lines"
     return kept
 
 

@@ -13,8 +13,10 @@
 #define TILE_ROWS 6      /* and with a panel */
 #define MANY 64          /* rows that pay for a panel */
 #define PART 192         /* rows that share it */
-#define MOST_PANEL_BYTES (512u << 10)
+#define MOST_PANEL_BYTES ((size_t)512 << 10)
 #define AHEAD 1024       /* bytes that are asked for before they are needed */
+
+_Static_assert(PART % TALL == 0 && PART % TILE_ROWS == 0, "a tile would write rows of the next part");
 
 struct int4_block {
     uint16_t codes[4][2 * LANES]; /* four codes to a word, of four pairs after one another */
@@ -178,10 +180,11 @@ INLINE int num_columns(const struct product *p) { return (p->num_outputs + WIDE 
 
 INLINE size_t panel_bytes(int num_inputs) { return num_inputs / PACKED_GROUP * sizeof(struct panel_group); }
 
+/* Enough for products with fewer inputs too: those have a panel where this one has none. */
 int64_t penstock_panels_bytes(int num_inputs, int num_threads)
 {
     size_t bytes = panel_bytes(num_inputs);
-    return bytes > MOST_PANEL_BYTES ? 0 : bytes * num_threads;
+    return (bytes > MOST_PANEL_BYTES ? MOST_PANEL_BYTES : bytes) * num_threads;
 }
 
 /* An item is a part of the rows by two blocks; those of a part follow one another, so that its rows stay in the cache. */
@@ -233,7 +236,8 @@ static void sum_groups(const void *of, int first, int end)
     size_t num_groups = p->num_inputs / PACKED_GROUP;
     for (size_t group = first * num_groups; group < end * num_groups; group++) {
         const bf16 *from = p->rows + group * PACKED_GROUP;
-        p->group_sums[group] = _mm512_reduce_add_ps(_mm512_add_ps(load_floats(from, LANES), load_floats(from + LANES, LANES)));
+        __m512 pairs = _mm512_add_ps(load_floats(from, LANES), load_floats(from + LANES, LANES));
+        p->group_sums[group] = _mm512_reduce_add_ps(pairs);
     }
 }
 

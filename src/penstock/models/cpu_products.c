@@ -1,7 +1,7 @@
-/* Products of rows and a matrix that stays as it lies in memory.
+/* Products of rows and a bfloat16 matrix.
  *
- * Few rows: the matrix is read once, in its order. More rows: they are turned so that a lane is a row, and the
- * matrix is read in pairs of inputs that are shared by all lanes; it need not be packed for that.
+ * Few rows: the matrix is read once, in its order. More rows: they are turned so that a lane is a row, and pairs of inputs
+ * of a panel of the matrix are shared by all lanes.
  */
 #include <string.h>
 

@@ -82,7 +82,7 @@ class Decoder:
         rotations = self.rotations(inputs)
         hidden_TM = self.embedded(inputs.ids_T).to(self.residual_dtype)
         if inputs.media is not None:
-            hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(self.dtype)
+            hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(hidden_TM.dtype)
         for index, layer in enumerate(self.layers):
             normed = self._normed(layer, "input_layernorm", hidden_TM)
             if isinstance(layer.mixer, GatedDelta | Mamba):
