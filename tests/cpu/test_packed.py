@@ -12,7 +12,6 @@ from tiny_models import prompt
 
 from penstock.attention import c_library
 from penstock.errors import InvalidSetting
-from penstock.models import cpu_layers
 from penstock.models.groups import from_gguf, grouped
 from penstock.models.layers import PackedLinear, wide_product
 from penstock.models.packed import PackedMatrix
@@ -60,12 +59,13 @@ def test_q4_k_keeps_its_codes_and_rounds_their_scales_to_float16():
 @needs_kernels
 @pytest.mark.parametrize("num_inputs", [576, 3072, 7264, 8192, 14_336])
 def test_the_workspace_of_a_step_serves_its_narrower_products_too(num_inputs):
-    kernels = c_library.c_kernels()
-    kernels.library.penstock_panels_bytes.restype = ctypes.c_int64
+    library = c_library.c_kernels().library
+    for function in (library.penstock_product_bytes, library.penstock_panels_bytes):
+        function.restype = ctypes.c_int64
     for num_threads in (1, 16, 63):
-        available = cpu_layers.product_workspace(kernels, 64, num_inputs, num_threads).numel()
+        available = library.penstock_product_bytes(64, num_inputs, num_threads)
         for narrower in range(32, num_inputs + 1, 32):
-            assert kernels.library.penstock_panels_bytes(narrower, num_threads) <= available
+            assert library.penstock_panels_bytes(narrower, num_threads) <= available
 
 
 def test_other_types_take_the_nearest_codes_of_eight_bits():
