@@ -15,6 +15,7 @@ from penstock.request import Output
 
 STREAM_CONTEXT = 100
 MOST_SECONDS_BESIDE = 300.0
+MOST_ROUNDS = 100
 
 
 class Measuring:
@@ -26,18 +27,30 @@ class Measuring:
         self.yardstick_s: list[float] = []
         self.started = time.perf_counter()
 
-    def rounds(self, number: int | None = None) -> Iterator[int]:
-        for index in range(number or self.bench.sizes.repeats):
+    def rounds(self, fewest: int | None = None) -> Iterator[int]:
+        """Until the probe has lasted for a while: a neighbour that is busy for a second hits some samples, not all."""
+        fewest, index = fewest or self.bench.sizes.repeats, 0
+        while index < fewest or (index < MOST_ROUNDS and self._seconds < self.bench.sizes.least_seconds):
             self.yardstick_s.append(self.bench.yardstick())
             yield index
+            index += 1
         self.yardstick_s.append(self.bench.yardstick())
+
+    def once(self) -> Iterator[None]:
+        self.yardstick_s.append(self.bench.yardstick())
+        yield
+        self.yardstick_s.append(self.bench.yardstick())
+
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.started
 
     def result(self, name: str, axis: str | None = None) -> ProbeResult:
         return ProbeResult(
             name=name,
             axis=axis,
             seed=self.bench.settings.seed,
-            seconds=time.perf_counter() - self.started,
+            seconds=self._seconds,
             yardstick_s=tuple(self.yardstick_s),
             measures=self.samples.measures(),
         )
@@ -113,7 +126,7 @@ def chunk_sweep(bench: Workbench) -> ProbeResult:
 def memory(bench: Workbench) -> ProbeResult:
     """Peak of a fresh process that reads one prompt, against its length."""
     probe = Measuring(bench)
-    for _ in probe.rounds(1):
+    for _ in probe.once():
         for length in bench.sizes.memory_lengths:
             context = length + 64
             own = (

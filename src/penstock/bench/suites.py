@@ -22,6 +22,7 @@ LIBRARIES = ("torch", "transformers", "numpy")
 
 QUICK = ProbeSizes(
     repeats=5,
+    least_seconds=3.0,
     ttft_tokens=128,
     prompt_lengths=(128, 512, 1024),
     output_lengths=(8, 32),
@@ -38,6 +39,7 @@ QUICK = ProbeSizes(
 )
 FULL = ProbeSizes(
     repeats=5,
+    least_seconds=3.0,
     ttft_tokens=128,
     prompt_lengths=(128, 512, 2048, 8192, 16384),
     output_lengths=(16, 64, 256),

@@ -37,6 +37,7 @@ class ProbeSizes(Document):
     """How large the probes are. A chunk size of 0 reads the prompt whole."""
 
     repeats: int
+    least_seconds: float = 0.0  # of a probe: short ones go through more rounds
     ttft_tokens: int
     prompt_lengths: tuple[int, ...]
     output_lengths: tuple[int, ...]
