@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DOCUMENT := docs/concepts
-QUESTION := In one short paragraph, what does Penstock do with a long prompt?
+QUESTION := Why is a long prompt read in chunks?
 
 .PHONY: setup run test check docs bench charts evidence clean
 
@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 run: setup
-	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120 --repetition-penalty 1.15
+	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120 --repetition-penalty 1.1
 
 test: setup
 	$(BIN)/python -m pytest -m "not evidence" -n auto --dist loadfile

@@ -67,3 +67,22 @@ def test_in_its_own_codes_every_chunk_size_is_bitwise_the_whole_prompt():
     whole = logits(700, dtype="bfloat16", chunk_size=0)
     for chunk_size in (7, 64, 256):
         assert torch.equal(whole, logits(700, dtype="bfloat16", chunk_size=chunk_size)), f"chunk size {chunk_size}"
+
+
+def logprobs(num_tokens, **settings):
+    tokens = random.Random(0).sample(range(49_000), num_tokens)
+    with Engine.load("smollm2", **settings) as engine:
+        output = engine.generate(tokens, max_tokens=1, prompt_logprobs=0)
+    return torch.tensor([one.logprob for one in output.prompt_logprobs[1:]])
+
+
+@pytest.mark.skipif(not c_library.can_run(), reason="no C kernels")
+def test_a_long_prompt_in_its_own_codes_is_nearer_to_float32_than_in_bfloat16():
+    """Whole it is read layer by layer; in chunks, each step is one call of C."""
+    whole = logprobs(2200, dtype="bfloat16", chunk_size=0)
+    for chunk_size in (1024, 300):
+        found = logprobs(2200, dtype="bfloat16", chunk_size=chunk_size)
+        assert torch.equal(whole, found), f"chunk size {chunk_size}"
+    exact = logprobs(2200, dtype="float32", quantize="none", chunk_size=0)
+    rounded = logprobs(2200, dtype="bfloat16", quantize="none", chunk_size=0)
+    assert (whole - exact).abs().mean() < 0.75 * (rounded - exact).abs().mean()
