@@ -16,7 +16,10 @@ from tiny_models import prompt, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
 from tiny_vision_models import gemma3_processor, idefics3_processor, llava_processor, pictures, tiny_vision_model
 
+from penstock.attention.cuda import CudaAttention
+from penstock.cache.storage import KvStorage
 from penstock.engine.engine import Engine
+from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, NATIVE_MULTIMODAL
 
 TOLERANCE = 1e-4
@@ -65,6 +68,58 @@ def test_several_prompts_packed_into_one_step(name, tmp_path):
     with Engine.load(str(tmp_path), **settings, chunk_size=24) as engine:
         together = engine.generate_batch(prompts, max_tokens=8, ignore_eos=True)
     assert [output.token_ids for output in together] == alone
+
+
+def decodes(folder, *, is_replaying):
+    """Logits of every step of several requests that come one after the other."""
+    found = []
+    settings = {"dtype": "bfloat16", "memory": "4GiB", "device": "cuda", "lane": GENERIC_TEXT, "chunk_size": 64}
+    with Engine.load(str(folder), **settings, prefix_cache=False) as engine:
+        engine.warm_up()
+        lane = engine.model.lane
+        assert lane.ways.graphs is not None, "its decodes are not recorded"
+        lane.ways.graphs.is_replaying = is_replaying
+        run = lane.run
+
+        def record(inputs):
+            logits = run(inputs)
+            found.append(logits.cpu())
+            return logits
+
+        lane.run = record
+        for length in (1, 70, 5, 40, 97):
+            engine.submit(prompt(length, seed=length), max_tokens=12, ignore_eos=True)
+            for _ in range(3):
+                engine.step()
+        while engine.scheduler.has_work:
+            engine.step()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_decodes_are_bitwise_equal_with_recordings_and_without(name, tmp_path):
+    save_causal_model(MUST_SHOW[name](), tmp_path)
+    replayed, launched = (decodes(tmp_path, is_replaying=is_replaying) for is_replaying in (True, False))
+    assert max(len(logits) for logits in replayed) >= 4
+    assert all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))
+
+
+class AsksTheDevice:
+    """Takes another way where a token is large, as a model does whose rotary table depends on the length."""
+
+    device = torch.device("cuda")
+
+    def forward(self, inputs, attention):
+        return inputs.ids_T[:, None] * (2 if inputs.ids_T.max() > 7 else 1)
+
+
+def test_a_model_that_asks_the_device_is_not_recorded():
+    storage = KvStorage(
+        num_layers=1, num_slots=64, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, device=AsksTheDevice.device
+    )
+    attention = CudaAttention(storage, 16, num_heads=4).for_decodes(max_rows=4, max_context=64)
+    assert not DecodeGraphs(AsksTheDevice(), attention).can_record()
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 @pytest.mark.parametrize("lane", [NATIVE_MULTIMODAL, GENERIC_MULTIMODAL])

@@ -23,9 +23,9 @@ NUM_DECODES = 4
 DECODE_STEPS = 6
 # On a GPU steps are larger, and contexts are skipped to.
 GPU_CHUNKS = (
-    (0, (8192, 2048, 512, 1024, 256)),
+    (0, (4096, 2048, 512, 1024, 256)),
     (16_384, (4096, 512, 1024)),
-    (49_152, (4096, 2048, 256, 1024, 512)),
+    (49_152, (2048, 256, 1024, 512)),
 )
 GPU_DECODE_CONTEXT = 8192
 
@@ -71,9 +71,17 @@ class Calibration:
             ceiling = self._scheduler.budget.ceiling
             sizes = [size for size in GPU_STEP_SIZES if size <= ceiling or not ceiling]
             if self._engine.records_steps:
-                sizes = [size for size in sizes if size > MOST_TOKENS]  # the others were used when they were recorded
+                sizes = self._use_products([size for size in sizes if size > MOST_TOKENS])
             if sizes:
                 self._read(self._tokens(min(sum(sizes), self._scheduler.capacity - 1)), sizes)
+
+    def _use_products(self, sizes: list[int]) -> list[int]:
+        """Steps larger than those that were recorded: one is read in whole, of the others a layer is enough."""
+        lane = self._engine.native_lane
+        assert lane is not None, "only a native model records steps"
+        for size in sizes:
+            lane.decoder.use_products(size)
+        return sizes[:1]
 
     def _read_and_write(self) -> None:
         """One prompt in chunks of several sizes, then a few streams."""

@@ -26,6 +26,7 @@ from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
+from penstock.lanes.hf import GenericTextLane
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.native import NativeTextLane
 from penstock.lanes.native_media import NativeMultimodalLane
@@ -428,12 +429,13 @@ class Engine:
 
     def warm_up(self) -> None:
         """Makes ahead of time what would be made in the middle of requests: recordings of a GPU's steps."""
-        if (lane := self.native_lane) is not None:
+        lane = self.native_lane or self.model.lane
+        if isinstance(lane, NativeTextLane | GenericTextLane):
             lane.record()
 
     @property
     def records_steps(self) -> bool:
-        """Whether `warm_up` has steps to record: a native model on a GPU."""
+        """Whether `warm_up` has steps with prompt chunks to record: a native model on a GPU."""
         return (lane := self.native_lane) is not None and lane.pieces is not None
 
     @property

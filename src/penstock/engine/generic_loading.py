@@ -9,7 +9,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.engine.checking import Checks
-from penstock.engine.loading import LoadedModel, LoadStart, attention_backend
+from penstock.engine.loading import LoadedModel, LoadStart, attention_backend, attention_on_card
 from penstock.engine.planning import (
     NO_SHARED_PREFIXES,
     choose_dtype,
@@ -19,6 +19,7 @@ from penstock.engine.planning import (
     require_room,
 )
 from penstock.errors import InvalidSetting
+from penstock.lanes.graphs import SIZES
 from penstock.lanes.hf import EnteringModel, GenericTextLane
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.text_check import check_real_text
@@ -61,6 +62,9 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     if entering.calls:
         storage = entering.pages(start.num_blocks(num_tokens) * config.block_size)
         ways = entering.packed(attention_backend(storage, config.block_size, entering.calls[0].num_heads))
+        if (on_card := attention_on_card(ways.attention)) is not None:
+            rows = min(config.max_running, SIZES[-1])
+            ways.record_decodes(on_card.for_decodes(max_rows=rows, max_context=max_context))
     return start.loaded(
         spec=spec,
         lane=GenericTextLane(ways, shape=memory.shape, facts=facts),

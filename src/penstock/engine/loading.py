@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,6 +55,9 @@ from penstock.plan.memory import MemoryModel
 from penstock.prompt.load import TokenizerParts, tokenizer_from_folder, tokenizer_from_gguf
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.attention.cuda import CudaAttention
 
 assert (CPU_TILING.query_rows, CPU_TILING.key_rows) == (QUERY_ROWS, KEY_ROWS), "the plan and the kernel disagree"
 
@@ -297,15 +300,23 @@ def recorded_steps(
     decoder: Decoder, attention: AttentionBackend, config: EngineConfig, max_context: int
 ) -> tuple[DecodeGraphs | None, StepPieces | None]:
     """None on a CPU, which has nothing to record, and where the host takes part in a layer: experts, states."""
-    if decoder.device.type != "cuda" or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
+    on_card = attention_on_card(attention)
+    if on_card is None or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
         return None, None
+    rows = min(config.max_running, SIZES[-1])
+    largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MOST_TOKENS
+    graphs = DecodeGraphs(decoder, on_card.for_decodes(max_rows=rows, max_context=max_context))
+    return graphs, StepPieces(decoder, on_card.for_pieces(max_rows=min(largest, MOST_TOKENS)))
+
+
+def attention_on_card(attention: AttentionBackend) -> CudaAttention | None:
+    """None on a CPU, which may have no Triton."""
+    if isinstance(attention, CpuAttention):
+        return None
     from penstock.attention.cuda import CudaAttention
 
     assert isinstance(attention, CudaAttention)
-    rows = min(config.max_running, SIZES[-1])
-    largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MOST_TOKENS
-    graphs = DecodeGraphs(decoder, attention.for_decodes(max_rows=rows, max_context=max_context))
-    return graphs, StepPieces(decoder, attention.for_pieces(max_rows=min(largest, MOST_TOKENS)))
+    return attention
 
 
 def gpu_memory(device: torch.device) -> DeviceMemory | None:

@@ -1,19 +1,17 @@
 """Steps of single tokens recorded as CUDA graphs: one launch instead of hundreds, for batches on a ladder of sizes."""
 
-# M hidden size
-
 from __future__ import annotations
 
 import gc
+import warnings
 from bisect import bisect_left
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from penstock.attention.backend import ForwardInputs
-from penstock.models.decoder import Decoder
+from penstock.attention.backend import AttentionBackend, ForwardInputs
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import DecodeAttention
@@ -21,17 +19,27 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 
+class Recordable(Protocol):
+    """A model whose forward gives one row for each token, and asks the device for nothing on the way."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor: ...
+
+
 class DecodeGraphs:
     """A step is padded to the next size; its padding computes nothing. A size is recorded when it is first needed."""
 
-    def __init__(self, decoder: Decoder, attention: DecodeAttention) -> None:
-        self.decoder = decoder
+    def __init__(self, model: Recordable, attention: DecodeAttention) -> None:
+        self.model = model
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
-        device = decoder.device
+        device = model.device
         self._ids = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
         self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
-        self._recorded: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._recorded: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
+        self._rows: torch.Tensor | None = None  # that any recording gives; None: nothing is recorded
         self._pool: Any = None  # one pool of memory for all recordings
         self._stream: torch.cuda.Stream | None = None  # one for all: the matrix library takes a workspace for each
 
@@ -41,7 +49,7 @@ class DecodeGraphs:
         return is_decode and 0 < num_tokens <= self.attention.max_rows and len(set(inputs.rotary_variants)) == 1
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Hidden states of the step's tokens; the next call writes over them."""
+        """What the model gives for the step's tokens; the next call writes over it."""
         num_tokens = len(inputs.ids_T)
         self._ids[:num_tokens].copy_(inputs.ids_T)
         self._positions[:num_tokens].copy_(inputs.positions_T)
@@ -50,14 +58,30 @@ class DecodeGraphs:
         key = (size, inputs.rotary_variants[0])
         if not self.is_replaying:
             self.attention.use_rows(size)
-            return self.decoder.forward(
+            return self.model.forward(
                 padded_inputs(self._ids[:size], self._positions[:size], inputs.rotary_variants[0]), self.attention
             )[:num_tokens]
         if key not in self._recorded:
             self._recorded[key] = self._record(size, inputs.rotary_variants[0])
-        graph, hidden_TM = self._recorded[key]
-        graph.replay()
-        return hidden_TM[:num_tokens]
+        self._recorded[key].replay()
+        assert self._rows is not None
+        return self._rows[:num_tokens]
+
+    @torch.inference_mode()
+    def can_record(self) -> bool:
+        """Whether the model asks the device for nothing: what it would then do next cannot be recorded."""
+        self.attention.forget_rows()
+        self.attention.use_rows(1)
+        inputs = padded_inputs(self._ids[:1], self._positions[:1], "default")
+        self.model.forward(inputs, self.attention)  # compiles, and that may ask
+        _let_device_be_asked(False)
+        try:
+            self.model.forward(inputs, self.attention)
+        except RuntimeError:
+            return False
+        finally:
+            _let_device_be_asked(True)
+        return True
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -67,22 +91,24 @@ class DecodeGraphs:
             if size <= self.attention.max_rows and (size, "default") not in self._recorded:
                 self._recorded[size, "default"] = self._record(size, "default")
 
-    def _record(self, size: int, variant: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _record(self, size: int, variant: str) -> torch.cuda.CUDAGraph:
         self.attention.use_rows(size)
         inputs = padded_inputs(self._ids[:size], self._positions[:size], variant)
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles the kernels; it writes what the replay will write again
-            self.decoder.forward(inputs, self.attention)
+            rows = self.model.forward(inputs, self.attention)
         torch.cuda.current_stream().wait_stream(stream)
+        if self._rows is None:
+            self._rows = rows.new_empty(self.attention.max_rows, *rows.shape[1:])
         graph = torch.cuda.CUDAGraph()
         with (
             without_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            hidden_TM = self.decoder.forward(inputs, self.attention)
+            self._rows[:size].copy_(self.model.forward(inputs, self.attention))
         self._pool = graph.pool()
-        return graph, hidden_TM
+        return graph
 
 
 def padded_inputs(ids_T: torch.Tensor, positions_T: torch.Tensor, variant: str) -> ForwardInputs:
@@ -97,6 +123,12 @@ def padded_inputs(ids_T: torch.Tensor, positions_T: torch.Tensor, variant: str) 
         sequence_ids=(),
         logit_rows=ids_T[:0],
     )
+
+
+def _let_device_be_asked(is_allowed: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not every way of asking is seen; a recording would find the others
+        torch.cuda.set_sync_debug_mode("default" if is_allowed else "error")
 
 
 @contextmanager

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs
+from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.signature import ForwardSignature, WantedRows
+
+if TYPE_CHECKING:
+    from penstock.attention.cuda import DecodeAttention
 
 ATTENTION_NAME = "penstock"
 
@@ -167,6 +171,17 @@ class PackedModel:
         self._head = WantedRows(model, signature)
         self._num_calls = num_calls
         self._joins = joins
+        self.graphs: DecodeGraphs | None = None  # None: every decode is launched kernel by kernel
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._head.model.device
+        return device
+
+    def record_decodes(self, attention: DecodeAttention) -> None:
+        """From now on, where the model's forward can be recorded."""
+        graphs = DecodeGraphs(self, attention)
+        self.graphs = graphs if graphs.can_record() else None
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -175,12 +190,21 @@ class PackedModel:
         return torch.cat([self._run(alone) for alone in one_by_one(inputs)])
 
     def _run(self, inputs: ForwardInputs) -> torch.Tensor:
+        if self.graphs is not None and self.graphs.fits(inputs):
+            return self.graphs.forward(inputs)[inputs.logit_rows]
         self.attention.begin_step(inputs)
-        step = _Step(self.attention)
+        return self._logits(inputs, self.attention, inputs.logit_rows)
+
+    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
+        """Logits of every token of the step, which `attention` has begun."""
+        return self._logits(inputs, attention, torch.arange(len(inputs.ids_T), device=self.device))
+
+    def _logits(self, inputs: ForwardInputs, attention: AttentionBackend, rows: torch.Tensor) -> torch.Tensor:
+        step = _Step(attention)
         token = _current.set(step)
         try:
             ids, positions = inputs.ids_T[None], inputs.positions_T[None]
-            logits = _forward(self._head, self._signature, inputs.logit_rows, ids, positions)
+            logits = _forward(self._head, self._signature, rows, ids, positions)
         finally:
             _current.reset(token)
         assert step.num_calls == self._num_calls, f"{step.num_calls} attention calls, {self._num_calls} expected"

@@ -97,6 +97,17 @@ class Decoder:
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
 
+    @torch.inference_mode()
+    def use_products(self, num_tokens: int) -> None:
+        """Of one layer, for that many tokens: a matrix kernel is loaded when it is first used."""
+        layer = self.layers[0]
+        assert isinstance(layer.mixer, Attention)
+        hidden_TM = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=self.device)
+        num_attended = self.spec.num_heads * self.spec.head_size
+        layer.mixer.qkv(self._normed(layer, "input_layernorm", hidden_TM))
+        self._add(layer, "attention", layer.mixer.output, hidden_TM.new_zeros(num_tokens, num_attended), hidden_TM)
+        self._mlp(layer, hidden_TM)
+
     def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embeddings_VM, PackedMatrix):
             hidden_TM = self.embeddings_VM.rows(ids_T, self.dtype)
