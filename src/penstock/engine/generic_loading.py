@@ -23,7 +23,7 @@ from penstock.lanes.graphs import SIZES
 from penstock.lanes.hf import EnteringModel, GenericTextLane
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.text_check import check_real_text
-from penstock.lanes.verdicts import judged
+from penstock.lanes.verdicts import Way, judged
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import GenericSpec, generic_spec
 from penstock.models.pretrained import causal_class, load_causal, quiet_library
@@ -55,6 +55,8 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
     shape = _measured_shape(memory, spec, entering)
     num_states = num_own_states(shape, config, start.free_bytes - shape.weight_bytes)
     memory = dataclasses.replace(memory, shape=shape, num_running_states=num_states)
+    num_recorded = _num_recorded(entering, config, device)
+    memory = dataclasses.replace(memory, runtime_bytes=memory.runtime_bytes + memory.logits_bytes(num_recorded))
     num_tokens = min(
         require_room(memory, config, budget, device.type), max_context * (num_states or config.max_running)
     )
@@ -63,8 +65,7 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
         storage = entering.pages(start.num_blocks(num_tokens) * config.block_size)
         ways = entering.packed(attention_backend(storage, config.block_size, entering.calls[0].num_heads))
         if (on_card := attention_on_card(ways.attention)) is not None:
-            rows = min(config.max_running, SIZES[-1])
-            ways.record_decodes(on_card.for_decodes(max_rows=rows, max_context=max_context))
+            ways.record_decodes(on_card.for_decodes(max_rows=num_recorded, max_context=max_context))
     return start.loaded(
         spec=spec,
         lane=GenericTextLane(ways, shape=memory.shape, facts=facts),
@@ -73,6 +74,13 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
         max_context=max_context,
         adjustments=(*warnings, *way_adjustments(facts, config)),
     )
+
+
+def _num_recorded(entering: EnteringModel, config: EngineConfig, device: torch.device) -> int:
+    """Sequences of the largest step whose logits a recording keeps."""
+    if not entering.calls or device.type != "cuda":
+        return 0
+    return min(config.max_running, SIZES[-1]) if entering.verdict.way is Way.PACKED else 1
 
 
 def _measured(spec: GenericSpec, entering: EnteringModel) -> GenericSpec:

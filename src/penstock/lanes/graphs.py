@@ -29,7 +29,7 @@ class Recordable(Protocol):
 
 
 class DecodeGraphs:
-    """A step is padded to the next size; its padding computes nothing. A size is recorded when it is first needed."""
+    """A step is padded to the next size; its padding attends to nothing. A size is recorded when it is first needed."""
 
     def __init__(self, model: Recordable, attention: DecodeAttention) -> None:
         self.model = model
@@ -74,20 +74,20 @@ class DecodeGraphs:
         self.attention.use_rows(1)
         inputs = padded_inputs(self._ids[:1], self._positions[:1], "default")
         self.model.forward(inputs, self.attention)  # compiles, and that may ask
-        _let_device_be_asked(False)
         try:
-            self.model.forward(inputs, self.attention)
+            with _asking_raises():
+                self.model.forward(inputs, self.attention)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             return False
-        finally:
-            _let_device_be_asked(True)
         return True
 
     @torch.inference_mode()
     def record_all(self) -> None:
         """Ahead of time, so that no request waits for a recording."""
         self.attention.forget_rows()  # a recording computes, and would write where the last step wrote
-        for size in SIZES:
+        for size in reversed(SIZES):  # smaller ones find room in the pool of larger ones
             if size <= self.attention.max_rows and (size, "default") not in self._recorded:
                 self._recorded[size, "default"] = self._record(size, "default")
 
@@ -125,10 +125,17 @@ def padded_inputs(ids_T: torch.Tensor, positions_T: torch.Tensor, variant: str) 
     )
 
 
-def _let_device_be_asked(is_allowed: bool) -> None:
+@contextmanager
+def _asking_raises() -> Generator[None]:
+    """For the process, and not every way of asking is seen: a recording finds the others."""
+    before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every way of asking is seen; a recording would find the others
-        torch.cuda.set_sync_debug_mode("default" if is_allowed else "error")
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextmanager

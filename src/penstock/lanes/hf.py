@@ -32,8 +32,8 @@ class GenericTextLane:
 
     def record(self) -> None:
         """Ahead of time, so that no request waits for it."""
-        if isinstance(self.ways, PackedModel) and self.ways.graphs is not None:
-            self.ways.graphs.record_all()
+        if isinstance(self.ways, PackedModel):
+            self.ways.record()
 
     def release(self, sequence_id: int) -> None:
         if isinstance(self.ways, OwnCaches):

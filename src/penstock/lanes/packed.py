@@ -7,6 +7,9 @@ The model hands every layer's queries, keys and values to the registered functio
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs
+from penstock.lanes.fixed_rotary import depends_on_length
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.signature import ForwardSignature, WantedRows
 
@@ -154,6 +158,36 @@ def _forward(
     return head.call(rows, **inputs)[0]
 
 
+class PackedForward:
+    """The model's forward over the packed tokens of a step, whose keys and values lie in our pages."""
+
+    def __init__(self, model: Any, signature: ForwardSignature, num_calls: int) -> None:
+        self.model = model
+        self._signature = signature
+        self._head = WantedRows(model, signature)
+        self._num_calls = num_calls
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
+        """Logits of every token of the step, which `attention` has begun."""
+        return self.logits(inputs, attention, torch.arange(len(inputs.ids_T), device=self.device))
+
+    def logits(self, inputs: ForwardInputs, attention: AttentionBackend, rows: torch.Tensor) -> torch.Tensor:
+        step = _Step(attention)
+        token = _current.set(step)
+        try:
+            ids, positions = inputs.ids_T[None], inputs.positions_T[None]
+            logits = _forward(self._head, self._signature, rows, ids, positions)
+        finally:
+            _current.reset(token)
+        assert step.num_calls == self._num_calls, f"{step.num_calls} attention calls, {self._num_calls} expected"
+        return logits
+
+
 class PackedModel:
     """Runs ForwardInputs through a model that calls our attention; `joins` sequences into one call, or one by one."""
 
@@ -167,21 +201,22 @@ class PackedModel:
         joins: bool = True,
     ) -> None:
         self.attention = attention
-        self._signature = signature
-        self._head = WantedRows(model, signature)
-        self._num_calls = num_calls
+        self.packed = PackedForward(model, signature, num_calls)
         self._joins = joins
         self.graphs: DecodeGraphs | None = None  # None: every decode is launched kernel by kernel
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._head.model.device
-        return device
-
     def record_decodes(self, attention: DecodeAttention) -> None:
         """From now on, where the model's forward can be recorded."""
-        graphs = DecodeGraphs(self, attention)
+        if any(depends_on_length(module) for module in self.packed.model.modules()):
+            return  # padding would count as a position
+        graphs = DecodeGraphs(self.packed, attention)
         self.graphs = graphs if graphs.can_record() else None
+
+    def record(self) -> None:
+        """Ahead of time, so that no request waits for it."""
+        if self.graphs is not None:
+            with self._or_launched():
+                self.graphs.record_all()
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -191,24 +226,21 @@ class PackedModel:
 
     def _run(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.graphs is not None and self.graphs.fits(inputs):
-            return self.graphs.forward(inputs)[inputs.logit_rows]
+            with self._or_launched():
+                return self.graphs.forward(inputs)[inputs.logit_rows]
         self.attention.begin_step(inputs)
-        return self._logits(inputs, self.attention, inputs.logit_rows)
+        return self.packed.logits(inputs, self.attention, inputs.logit_rows)
 
-    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
-        """Logits of every token of the step, which `attention` has begun."""
-        return self._logits(inputs, attention, torch.arange(len(inputs.ids_T), device=self.device))
-
-    def _logits(self, inputs: ForwardInputs, attention: AttentionBackend, rows: torch.Tensor) -> torch.Tensor:
-        step = _Step(attention)
-        token = _current.set(step)
+    @contextmanager
+    def _or_launched(self) -> Generator[None]:
+        """A recording that fails is not tried again: it found no memory, or what `can_record` does not see."""
         try:
-            ids, positions = inputs.ids_T[None], inputs.positions_T[None]
-            logits = _forward(self._head, self._signature, rows, ids, positions)
-        finally:
-            _current.reset(token)
-        assert step.num_calls == self._num_calls, f"{step.num_calls} attention calls, {self._num_calls} expected"
-        return logits
+            yield
+        except RuntimeError as error:
+            self.graphs = None
+            if self.packed.device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.default_stream(self.packed.device))  # a failed recording stays in its
+            warnings.warn(f"decodes are launched kernel by kernel: recording them failed ({error})", stacklevel=2)
 
 
 def one_by_one(inputs: ForwardInputs) -> list[ForwardInputs]:

@@ -1,0 +1,91 @@
+"""Decodes of a transformers model over padded buffers, as recorded: on the card, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
+
+from tiny_generic import MUST_SHOW
+from tiny_models import prompt
+from transformers import AutoModelForCausalLM
+
+from penstock.attention.cuda import CudaAttention
+from penstock.cache.storage import KvStorage
+from penstock.lanes.graphs import DecodeGraphs
+from penstock.lanes.packed import PackedModel, attention_calls, use_paged_attention
+from penstock.lanes.signature import read_signature
+from penstock.lanes.text_check import BLOCK_SIZE, step_inputs
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_CONTEXT = 256
+PROMPTS = [prompt(length, seed=length) for length in (9, 21, 2)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MUST_SHOW["llama"](), dtype=torch.float32).eval().to(DEVICE)
+
+
+def packed_model(model, *, joins=True):
+    use_paged_attention(model)
+    signature = read_signature(model)
+    calls = attention_calls(model, signature)
+    storage = KvStorage(
+        num_layers=len(calls),
+        num_slots=64 * BLOCK_SIZE,
+        num_kv_heads=calls[0].num_kv_heads,
+        head_size=calls[0].head_size,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    attention = CudaAttention(storage, BLOCK_SIZE, num_heads=calls[0].num_heads)
+    return PackedModel(model, signature, attention, num_calls=len(calls), joins=joins)
+
+
+def with_graphs(packed, max_rows=4):
+    packed.graphs = DecodeGraphs(
+        packed.packed, packed.attention.for_decodes(max_rows=max_rows, max_context=MAX_CONTEXT)
+    )
+    return packed
+
+
+def read(packed):
+    """Logits of the prompts' last tokens, each read in a step of decodes after all that comes before."""
+    packed.run(step_inputs(PROMPTS, [(0, len(tokens) - 1) for tokens in PROMPTS], DEVICE))
+    return packed.run(step_inputs(PROMPTS, [(len(tokens) - 1, len(tokens)) for tokens in PROMPTS], DEVICE))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_padded_decodes_are_those_of_the_step_itself(joins, model):
+    expected = read(packed_model(model, joins=joins))
+    padded = with_graphs(packed_model(model, joins=joins), max_rows=4 if joins else 1)
+    padded.graphs.is_replaying = False
+    assert (read(padded) - expected).abs().max() <= 1e-5
+    assert padded.graphs is not None
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="needs a recording that fails: without a card every one does")
+def test_a_recording_that_fails_is_given_up_and_said(model):
+    expected = read(packed_model(model))
+    packed = with_graphs(packed_model(model))
+    with pytest.warns(UserWarning, match="launched kernel by kernel"):
+        found = read(packed)
+    assert torch.equal(found, expected)
+    assert packed.graphs is None
+    packed = with_graphs(packed)
+    with pytest.warns(UserWarning, match="launched kernel by kernel"):
+        packed.record()
+    assert packed.graphs is None
+
+
+def test_a_model_whose_rotary_table_depends_on_the_length_is_not_recorded():
+    config = MUST_SHOW["llama"]()
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    packed = packed_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE))
+    packed.record_decodes(packed.attention.for_decodes(max_rows=4, max_context=MAX_CONTEXT))
+    assert packed.graphs is None
