@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
-SOURCES = [PACKAGE / "attention" / "cpu_kernels.c"]
-SOURCES += [PACKAGE / "models" / name for name in ("cpu_layers.c", "cpu_products.c", "cpu_packed.c", "cpu_steps.c")]
-HEADERS = [PACKAGE / "attention" / name for name in ("cpu_calls.h", "cpu_vectors.h")]
+SOURCES = [PACKAGE / "attention" / f"cpu_{name}.c" for name in ("attend", "tiles", "splits", "store")]
+SOURCES += [PACKAGE / "models" / f"cpu_{name}.c" for name in ("layers", "products", "packed", "steps")]
+HEADERS = [PACKAGE / "attention" / name for name in ("cpu_calls.h", "cpu_pages.h", "cpu_vectors.h")]
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
 FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"]
 COMPILE_TIMEOUT_S = 120

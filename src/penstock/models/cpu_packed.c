@@ -14,7 +14,7 @@
 #define MANY 64          /* rows that pay for a panel */
 #define PART 192         /* rows that share it */
 #define MOST_PANEL_BYTES ((size_t)512 << 10)
-#define AHEAD 1024       /* bytes that are asked for before they are needed */
+#define AHEAD 8192       /* bytes that are asked for before they are needed, into the second cache */
 
 _Static_assert(PART % TALL == 0 && PART % TILE_ROWS == 0, "a tile would write rows of the next part");
 
@@ -106,6 +106,7 @@ INLINE void multiply_tile(const struct product *p, const struct panel_group *pan
                           const int num_rows, const int num_blocks, const int is_int4, const int has_panel)
 {
     int num_groups = p->num_inputs / PACKED_GROUP;
+    size_t row_bytes = num_groups * block_bytes(is_int4); /* past them lies the block beside it, which is read already */
     const __m512i numbers = numbers_in_bf16();
     const char *codes_at[WIDE];
     const bf16 *rows[TALL];
@@ -122,11 +123,12 @@ INLINE void multiply_tile(const struct product *p, const struct panel_group *pan
     }
     for (int group = 0; group < num_groups; group++, panel++) {
         __m512 sums[TALL][WIDE];
+        size_t ahead = AHEAD + (group * block_bytes(is_int4) + AHEAD < row_bytes ? 0 : (num_blocks - 1) * row_bytes);
         for (int b = 0; b < num_blocks; b++) {
             for (int r = 0; r < num_rows; r++)
                 sums[r][b] = _mm512_setzero_ps();
             for (size_t line = 0; line < block_bytes(is_int4) && !has_panel; line += 64)
-                _mm_prefetch(codes_at[b] + AHEAD + line, _MM_HINT_T0);
+                _mm_prefetch(codes_at[b] + ahead + line, _MM_HINT_T1);
         }
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++) {

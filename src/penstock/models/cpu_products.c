@@ -48,7 +48,7 @@ INLINE void multiply(const struct product *p, int row, int first, int end, const
                 x[r] = load_32(rows[r] + i, size - i);
             for (int o = 0; o < num_outputs; o++) {
                 __m512i weight = load_32(weights[o] + i, size - i);
-                _mm_prefetch((const char *)(weights[o] + (size_t)num_outputs * size + i), _MM_HINT_T0);
+                _mm_prefetch((const char *)(weights[o] + (size_t)num_outputs * size + i), _MM_HINT_T1);
                 for (int r = 0; r < num_rows; r++)
                     sums[o * num_rows + r] = dot(sums[o * num_rows + r], weight, x[r]);
             }
