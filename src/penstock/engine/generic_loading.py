@@ -19,7 +19,7 @@ from penstock.engine.planning import (
     require_room,
 )
 from penstock.errors import InvalidSetting
-from penstock.lanes.graphs import SIZES
+from penstock.lanes.graphs import most_recorded
 from penstock.lanes.hf import EnteringModel, GenericTextLane
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.text_check import check_real_text
@@ -80,7 +80,7 @@ def _num_recorded(entering: EnteringModel, config: EngineConfig, device: torch.d
     """Sequences of the largest step whose logits a recording keeps."""
     if not entering.calls or device.type != "cuda":
         return 0
-    return min(config.max_running, SIZES[-1]) if entering.verdict.way is Way.PACKED else 1
+    return most_recorded(config.max_running) if entering.verdict.way is Way.PACKED else 1
 
 
 def _measured(spec: GenericSpec, entering: EnteringModel) -> GenericSpec:

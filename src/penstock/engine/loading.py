@@ -28,7 +28,7 @@ from penstock.engine.planning import (
     require_room,
 )
 from penstock.errors import InvalidSetting
-from penstock.lanes.graphs import SIZES, DecodeGraphs
+from penstock.lanes.graphs import DecodeGraphs, most_recorded
 from penstock.lanes.lane import (
     GENERIC_MULTIMODAL,
     GENERIC_TEXT,
@@ -303,7 +303,7 @@ def recorded_steps(
     on_card = attention_on_card(attention)
     if on_card is None or decoder.spec.experts is not None or decoder.spec.recurrent is not None:
         return None, None
-    rows = min(config.max_running, SIZES[-1])
+    rows = most_recorded(config.max_running)
     largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MOST_TOKENS
     graphs = DecodeGraphs(decoder, on_card.for_decodes(max_rows=rows, max_context=max_context))
     return graphs, StepPieces(decoder, on_card.for_pieces(max_rows=min(largest, MOST_TOKENS)))

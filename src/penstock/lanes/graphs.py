@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 
+def most_recorded(max_running: int) -> int:
+    """Sequences of the largest step that is recorded."""
+    return min(max_running, SIZES[-1])
+
+
 class Recordable(Protocol):
     """A model whose forward gives one row for each token, and asks the device for nothing on the way."""
 
