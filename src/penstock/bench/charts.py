@@ -149,7 +149,7 @@ CHARTS: dict[str, Callable[[ProbeResult, str, Path], None]] = {
 
 
 def _figure() -> tuple[Any, Axes]:
-    return pyplot().subplots(figsize=(7.2, 4.6), layout="constrained")
+    return pyplot().subplots(figsize=(7.2, 5.2), layout="constrained")
 
 
 def _lines(axis: Axes, result: ProbeResult, quantity: str, *, scale: float) -> None:
@@ -175,7 +175,7 @@ def _finish(figure: Any, axis: Axes, path: Path, *, xticks: list[int]) -> None:
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.grid(alpha=0.3)
-    axis.legend(loc="best", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot().close(figure)
 

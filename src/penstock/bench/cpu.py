@@ -224,14 +224,14 @@ def _by_length(
     lengths: Sequence[int],
     ask: Callable[[Reader, int], tuple[int, Callable[[int], float]]],
 ) -> None:
-    """The shortest prompt is given to all; longer ones to the fastest way of each program so far."""
+    """The shortest prompt is given to all; longer ones to us in every format and to each peer's fastest way so far."""
     with _together(settings.readers(max(lengths) + 64)) as readers:
         for length in sorted(lengths):
             asks = {reader.settings.name: ask(reader, length) for reader in readers}
             num_tokens = next(iter(asks.values()))[0]
             rows = _in_turns(settings, part, f"{length} tokens", num_tokens, {k: v for k, (_, v) in asks.items()})
             report.rows.extend(_with_share(settings, row, report.limits) for row in rows)
-            kept = fastest_ways(rows, {reader.settings.name: reader.settings.reader for reader in readers})
+            kept = {*OURS, *fastest_ways(rows, {reader.settings.name: reader.settings.reader for reader in readers})}
             readers = [reader for reader in readers if reader.settings.name in kept]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from random import Random
 
 from penstock.bench.peers import Reader, ReaderSettings
@@ -29,16 +30,18 @@ class Measuring:
 
     def rounds(self, fewest: int | None = None) -> Iterator[int]:
         """Until the probe has lasted for a while: a neighbour that is busy for a second hits some samples, not all."""
-        fewest, index = fewest or self.bench.sizes.repeats, 0
-        while index < fewest or (index < MOST_ROUNDS and self._seconds < self.bench.sizes.least_seconds):
+        fewest = fewest or self.bench.sizes.repeats
+        least_s = self.bench.sizes.least_seconds
+        most = range(max(fewest, MOST_ROUNDS))
+        yield from self._between_yardsticks(takewhile(lambda index: index < fewest or self._seconds < least_s, most))
+
+    def once(self) -> Iterator[int]:
+        yield from self._between_yardsticks(range(1))
+
+    def _between_yardsticks(self, rounds: Iterable[int]) -> Iterator[int]:
+        for index in rounds:
             self.yardstick_s.append(self.bench.yardstick())
             yield index
-            index += 1
-        self.yardstick_s.append(self.bench.yardstick())
-
-    def once(self) -> Iterator[None]:
-        self.yardstick_s.append(self.bench.yardstick())
-        yield
         self.yardstick_s.append(self.bench.yardstick())
 
     @property
