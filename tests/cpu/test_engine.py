@@ -125,7 +125,7 @@ def test_strict_refuses_before_any_step(load):
     refusing, adjusting = load(chunk_size=512, strict=True), load(chunk_size=512)
     for engine in (refusing, adjusting):
         tight = engine.model.memory.peak_bytes(chunk=32, context=900)
-        object.__setattr__(engine.model, "budget_bytes", tight)
+        engine.memory.budget_bytes = tight
     with pytest.raises(InvalidSetting, match="strict"):
         refusing.generate(prompt(900))
     assert refusing.scheduler._num_steps == 0
@@ -138,7 +138,7 @@ def test_a_strict_refusal_within_a_step_ends_only_the_request_that_it_refuses(lo
     answer = engine.submit(prompt(20), max_tokens=12, ignore_eos=True)
     engine.step()
     refused = engine.submit(prompt(900))
-    object.__setattr__(engine.model, "budget_bytes", engine.model.memory.peak_bytes(chunk=32, context=900))
+    engine.memory.budget_bytes = engine.model.memory.peak_bytes(chunk=32, context=900)
     events = []
     while engine.scheduler.has_work:
         events += engine.step()

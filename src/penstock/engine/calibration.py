@@ -79,17 +79,10 @@ class Calibration:
         """Steps larger than those that were recorded: one is read in whole, of the others a layer is enough."""
         lane = self._engine.native_lane
         assert lane is not None, "only a native model records steps"
-        fitting = [size for size in sizes if self._fits(size)]
+        fitting = [size for size in sizes if self._engine.memory.fits_first(size)]
         for size in fitting:
             lane.decoder.use_products(size)
         return fitting[:1]
-
-    def _fits(self, num_tokens: int) -> bool:
-        model = self._engine.model
-        capacity = model.num_blocks * self._engine.config.block_size
-        return num_tokens == model.memory.largest_chunk(
-            start=0, budget_bytes=model.budget_bytes, upper=num_tokens, capacity_tokens=capacity
-        )
 
     def _read_and_write(self) -> None:
         """One prompt in chunks of several sizes, then a few streams."""

@@ -17,6 +17,7 @@ from penstock.config import CPU_STEP_SIZES, DEFAULT_MODEL, GPU_STEP_SIZES, Engin
 from penstock.engine.active import Active, Choice
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
+from penstock.engine.feeding import Feeding
 from penstock.engine.grammar import Grammars
 from penstock.engine.held_memory import HeldMemory, is_out_of_memory
 from penstock.engine.intake import Intake, Prompt
@@ -24,8 +25,9 @@ from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
 from penstock.engine.recording import taken, trace_head
 from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
+from penstock.engine.step_memory import StepMemory
 from penstock.engine.stopping import StopText
-from penstock.errors import InvalidMedia, InvalidPrompt, InvalidSetting, PenstockError
+from penstock.errors import InvalidSetting
 from penstock.lanes.hf import GenericTextLane
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.native import NativeTextLane
@@ -80,6 +82,7 @@ class Engine:
         if memory.shape.state_bytes:
             num_running, num_checkpoints = memory.num_running_states, memory.num_checkpoints
             self.states = StatePool(num_running=num_running, num_checkpoints=num_checkpoints)
+        self.memory = StepMemory(model, config, self.states)
         self.scheduler = Scheduler(
             limits=Limits(
                 block_size=config.block_size,
@@ -101,8 +104,8 @@ class Engine:
             pool=pool,
             prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
             model_identity=model.identity,
-            chunk_limit=self._chunk_limit,
-            peak_estimate=self._peak_estimate,
+            chunk_limit=self.memory.chunk_limit,
+            peak_estimate=self.memory.peak_estimate,
             states=self.states,
         )
         self._intake = Intake(model, config, self.scheduler)
@@ -115,6 +118,7 @@ class Engine:
         self.most_in_flight = 2 if runs_ahead else 1
         self._flights: deque[_Flight] = deque()
         self._active: dict[int, Active] = {}
+        self._feeding = Feeding(model, self.scheduler, self._intake, self._active, self.fail)
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
         self._new_events: list[Event] = []
         self._next_id = 0
@@ -168,7 +172,7 @@ class Engine:
             if self._trace_path is not None:
                 self.trace().write(self._trace_path)
         finally:
-            del self.model, self._runner, self._intake, self.prompts
+            del self.model, self._runner, self._intake, self._feeding, self.prompts
             return_freed_memory()
 
     def __enter__(self) -> Engine:
@@ -286,7 +290,7 @@ class Engine:
             held=self._held,
             media=arrival.media,
         )
-        self._expect_media(request.id)
+        self._feeding.expect_media(request.id)
         if self.recorder is not None:
             self.recorder.take_arrival(request, () if feed is None else feed.adjustments)
         return request.id
@@ -321,8 +325,8 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plans a step and hands it to the device; False when nothing can run before another has landed."""
-        self._encode_images()
-        self._feed_prompts()
+        self._feeding.encode_images()
+        self._feeding.feed_prompts()
         budget, most, num_adjustments = self.scheduler.budget, self.scheduler.budget.most, len(self.adjustments)
         while (plan := self._next_plan()) is not None:
             started_at = time.perf_counter()
@@ -348,16 +352,12 @@ class Engine:
             except ChunkRefused as refusal:
                 self.fail(refusal.sequence_id, refusal.error)
 
-    @property
-    def _is_strict(self) -> bool:
-        return self.config.strict and self.config.chunk_size is not None
-
     def _begin(self, plan: StepPlan) -> StepLogits:
         if self.on_plan is not None:
             self.on_plan(plan)
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
-            self._expect_media(request_id)
+            self._feeding.expect_media(request_id)
         return self._runner.run(plan, self.scheduler.sequences)
 
     def _fail_step(self, plan: StepPlan) -> None:
@@ -366,7 +366,7 @@ class Engine:
             for chunk in plan.chunks:
                 self.model.lane.release(chunk.sequence_id)
                 if chunk.sequence_id in self._active:
-                    self._expect_media(chunk.sequence_id)
+                    self._feeding.expect_media(chunk.sequence_id)
 
     def _halve(self, plan: StepPlan) -> bool:
         """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help.
@@ -378,7 +378,7 @@ class Engine:
         num_tokens = sum(chunk.num_tokens for chunk in prompts)
         if num_tokens < 2 or self.lane.reads_whole or (budget.most and num_tokens > budget.most):
             return False
-        if self._is_strict:
+        if self.memory.is_strict:
             refusal = f"--strict: a step with {num_tokens} prompt tokens did not fit into the memory."
             for chunk in prompts:
                 self.fail(chunk.sequence_id, InvalidSetting(f"{refusal} Lower --chunk-size."))
@@ -455,52 +455,6 @@ class Engine:
             return self.model.media.chat_feed(parts, system=system)
         return self.prompts.chat_feed(parts, system=system)
 
-    def _expect_media(self, request_id: int) -> None:
-        media, reader = self._active[request_id].media, self.model.media
-        if media is not None and reader is not None:
-            reader.lane.expect(request_id, media)
-
-    def _encode_images(self) -> None:
-        """One call of an encoder per step, so that running streams wait for no more than that."""
-        request_id, media = next(
-            ((request_id, active.media) for request_id, active in self._active.items() if active.is_encoding),
-            (0, None),
-        )
-        if media is None:
-            return
-        try:
-            media.encode_next()
-            if media.encoding is None:
-                tokens = media.input_ids[0].tolist()
-                return_freed_memory()  # the encoder's, so that it is not held beside a chunk's
-                self.scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
-        except Exception as error:  # of a tower that runs out of memory, say: only who asked is to know
-            own = error if isinstance(error, PenstockError) else InvalidMedia(f"The images cannot be encoded: {error}")
-            self.fail(request_id, own)
-
-    def _feed_prompts(self) -> None:
-        """Reads streamed prompts just far enough for the next chunk."""
-        for sequence in list(self.scheduler.sequences.values()):
-            active = self._active.get(sequence.id)
-            if active is None or sequence.prompt_is_complete or active.media is not None or sequence.is_leaving:
-                continue
-            feed = active.feed
-            assert feed is not None
-            own = sequence.request.chunk_size
-            ceiling = self.scheduler.budget.ceiling if own is None else own
-            wanted = max(ceiling, self.config.block_size) + 1
-            num_ahead = len(sequence.tokens) - sequence.num_scheduled
-            if ceiling == 0:
-                wanted = self.scheduler.capacity
-            if num_ahead < wanted:
-                try:
-                    tokens, is_last = feed.take(wanted - num_ahead)
-                    if is_last and not feed.num_given:
-                        raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
-                    self.scheduler.extend_prompt(sequence.id, self._intake.known(tokens), is_last=is_last)
-                except PenstockError as error:
-                    self.fail(sequence.id, error)
-
     def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, Choice]:
         likeliest = logits.likeliest_tokens()
         chosen: dict[int, Choice] = {}
@@ -568,28 +522,3 @@ class Engine:
         self.model.lane.release(request_id)
         output = self._active.pop(request_id).output(reason, time.perf_counter())
         self._emit(Finished(request_id=request_id, output=output))
-
-    def _chunk_limit(self, start: int, resident_tokens: int, wanted: int) -> int:
-        allowed = self.model.memory.largest_chunk(
-            start=start,
-            budget_bytes=self.model.budget_bytes,
-            upper=wanted,
-            resident_tokens=resident_tokens,
-            capacity_tokens=self.model.num_blocks * self.config.block_size,
-            state_slots=self._resident_states,
-        )
-        if allowed < wanted and self._is_strict:
-            raise InvalidSetting(
-                f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "
-                "Raise --memory or lower --chunk-size."
-            )
-        return allowed
-
-    def _peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
-        return self.model.memory.peak_bytes(
-            chunk=chunk, context=context, resident_tokens=resident_tokens, state_slots=self._resident_states
-        )
-
-    @property
-    def _resident_states(self) -> int:
-        return self.states.high_water if self.states is not None else 0

@@ -11,19 +11,18 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
-from penstock.errors import PenstockError, PromptTooLong, QueueFull
+from penstock.errors import PenstockError, PromptTooLong
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
 from penstock.request import Chunk, FinishReason, MediaKey, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
 from penstock.schedule.draft import Draft, Flight
 from penstock.schedule.holdings import Holdings
+from penstock.schedule.queue_limit import QueueLimit
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
 # Steps that run or are planned to run after them.
 MOST_IN_FLIGHT = 2
-# The rate behind a retry hint until prompts have been read.
-FIRST_GUESS_TOKENS_PER_S = 500.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ class Scheduler:
         self._untold_preempted: list[int] = []
         self._num_steps = 0
         self._num_read = 0  # prompt tokens computed so far, of all sequences
-        self._tokens_per_s = FIRST_GUESS_TOKENS_PER_S
+        self._queue_limit = QueueLimit(max_waiting=limits.max_waiting, max_waiting_tokens=limits.max_waiting_tokens)
         self._steps_without_decode = 0
         self._steps_without_prefill = 0
 
@@ -122,7 +121,7 @@ class Scheduler:
     def submit(self, request: Request) -> Sequence:
         num_tokens = max(request.num_slots(len(request.prompt)), request.num_announced)
         self.refuse_too_long(num_tokens)
-        self._refuse_full_queue(num_tokens)
+        self._queue_limit.refuse_if_full(num_tokens, waiting=self.waiting.values(), present=self.sequences.values())
         sequence = Sequence(
             request=request,
             tokens=list(request.prompt),
@@ -263,7 +262,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
         flight = self._land(result.step)
-        self._observe(flight, result.elapsed_s)
+        self.budget.observe(flight.load, result.elapsed_s)
+        self._queue_limit.observe(flight.num_prompt_tokens, result.elapsed_s)
         for chunk in flight.plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.num_steps -= 1
@@ -566,32 +566,3 @@ class Scheduler:
         del self.sequences[sequence.id]
         if sequence.abort_reason is not None:
             self._ended.append((sequence.id, sequence.abort_reason))
-
-    # --- limits and costs ---
-
-    def _refuse_full_queue(self, num_tokens: int) -> None:
-        limits = self.limits
-        queued = sum(
-            max(s.request.num_slots(s.num_prompt_tokens), s.request.num_announced) for s in self.waiting.values()
-        )
-        unread = sum(
-            max(0, max(s.num_prompt_tokens, s.request.num_announced) - s.num_computed) for s in self.sequences.values()
-        )
-        retry_after_s = max(1.0, unread / self._tokens_per_s)
-        if limits.max_waiting is not None and len(self.waiting) >= limits.max_waiting:
-            raise QueueFull(
-                f"{len(self.waiting)} requests wait, the limit is {limits.max_waiting}. "
-                f"Try again in {retry_after_s:.0f} s.",
-                retry_after_s=retry_after_s,
-            )
-        if limits.max_waiting_tokens is not None and self.waiting and queued + num_tokens > limits.max_waiting_tokens:
-            raise QueueFull(
-                f"{queued} prompt tokens wait and this prompt has {num_tokens}, the limit is "
-                f"{limits.max_waiting_tokens}. Try again in {retry_after_s:.0f} s.",
-                retry_after_s=retry_after_s,
-            )
-
-    def _observe(self, flight: Flight, elapsed_s: float) -> None:
-        self.budget.observe(flight.load, elapsed_s)
-        if flight.num_prompt_tokens and elapsed_s > 0:
-            self._tokens_per_s += 0.1 * (flight.num_prompt_tokens / elapsed_s - self._tokens_per_s)

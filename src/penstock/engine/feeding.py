@@ -1,0 +1,79 @@
+"""Brings the prompts of running requests forward: tokens of streamed ones, embeddings of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from penstock.engine.active import Active
+from penstock.engine.intake import Intake
+from penstock.engine.loading import LoadedModel, return_freed_memory
+from penstock.errors import InvalidMedia, InvalidPrompt, PenstockError
+from penstock.request import Sequence
+from penstock.schedule.scheduler import Scheduler
+
+
+class Feeding:
+    def __init__(
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        intake: Intake,
+        active: Mapping[int, Active],
+        fail: Callable[[int, Exception], None],
+    ) -> None:
+        """`active` is the engine's own; `fail` ends a request whose prompt cannot be had."""
+        self._media = model.media
+        self._scheduler = scheduler
+        self._intake = intake
+        self._active = active
+        self._fail = fail
+
+    def expect_media(self, request_id: int) -> None:
+        """The lane is told what a prompt has beside its tokens, before it reads from the start."""
+        media = self._active[request_id].media
+        if media is not None and self._media is not None:
+            self._media.lane.expect(request_id, media)
+
+    def encode_images(self) -> None:
+        """One call of an encoder per step, so that running streams wait for no more than that."""
+        request_id, media = next(
+            ((request_id, active.media) for request_id, active in self._active.items() if active.is_encoding),
+            (0, None),
+        )
+        if media is None:
+            return
+        try:
+            media.encode_next()
+            if media.encoding is None:
+                tokens = media.input_ids[0].tolist()
+                return_freed_memory()  # the encoder's, so that it is not held beside a chunk's
+                self._scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
+        except Exception as error:  # of a tower that runs out of memory, say: only who asked is to know
+            own = error if isinstance(error, PenstockError) else InvalidMedia(f"The images cannot be encoded: {error}")
+            self._fail(request_id, own)
+
+    def feed_prompts(self) -> None:
+        """Reads streamed prompts just far enough for the next chunk."""
+        for sequence in list(self._scheduler.sequences.values()):
+            if sequence.prompt_is_complete or sequence.is_leaving:
+                continue
+            active = self._active.get(sequence.id)
+            if active is None or active.feed is None:
+                continue
+            num_missing = self._wanted_ahead(sequence) - (len(sequence.tokens) - sequence.num_scheduled)
+            if num_missing > 0:
+                try:
+                    tokens, is_last = active.feed.take(num_missing)
+                    if is_last and not active.feed.num_given:
+                        raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
+                    self._scheduler.extend_prompt(sequence.id, self._intake.known(tokens), is_last=is_last)
+                except PenstockError as error:
+                    self._fail(sequence.id, error)
+
+    def _wanted_ahead(self, sequence: Sequence) -> int:
+        """Tokens of the largest chunk that may come next, and one that says whether the prompt ends with it."""
+        own = sequence.request.chunk_size
+        ceiling = self._scheduler.budget.ceiling if own is None else own
+        if ceiling == 0:
+            return self._scheduler.capacity
+        return max(ceiling, self._scheduler.limits.block_size) + 1
