@@ -28,6 +28,7 @@ PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3"
 NUM_WRITTEN = 32
 NUM_WARMING = 48
 CHUNK_SIZES = (256, 512, 1024, 2048)
+OWN_ROUNDS = 2  # where we are compared with ourselves, and a few hundredths decide
 OURS: dict[str, dict[str, Any]] = {
     "penstock bfloat16": {"dtype": "bfloat16", "quantize": "none"},
     "penstock packed": {"quantize": "keep"},
@@ -185,35 +186,57 @@ def _prompt(reader: Reader, length: int, seed: int) -> list[int]:
     return seeded_prompt(reader.settings.model, length, seed)
 
 
-def _reads(reader: Reader, length: int, **options: Any) -> Callable[[int], float]:
-    return lambda seed: reader.read(_prompt(reader, length, seed), **options).read_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    what: str
+    who: str
+    num_tokens: int
+    run: Callable[[int], float]  # seed -> seconds
 
 
-def _writes(reader: Reader, context: int) -> Callable[[int], float]:
-    return lambda seed: reader.read(_prompt(reader, context, seed), NUM_WRITTEN + 1).write_s
+def _reads(reader: Reader, length: int, what: str) -> Work:
+    def run(seed: int) -> float:
+        return reader.read(_prompt(reader, length, seed)).read_s
+
+    return Work(what=what, who=reader.settings.name, num_tokens=length, run=run)
 
 
-def _writes_together(reader: Reader, context: int, num_streams: int) -> Callable[[int], float]:
-    def ask(seed: int) -> float:
+def _reads_in_chunks(reader: Reader, length: int, chunk_size: int) -> Work:
+    def run(seed: int) -> float:
+        return reader.read(_prompt(reader, length, seed), chunk_size=chunk_size).read_s
+
+    who = f"{reader.settings.name}, chunk {chunk_size}"
+    return Work(what=f"{length} tokens", who=who, num_tokens=length, run=run)
+
+
+def _writes(reader: Reader, context: int, what: str) -> Work:
+    def run(seed: int) -> float:
+        return reader.read(_prompt(reader, context, seed), NUM_WRITTEN + 1).write_s
+
+    return Work(what=what, who=reader.settings.name, num_tokens=NUM_WRITTEN, run=run)
+
+
+def _writes_together(reader: Reader, context: int, num_streams: int) -> Work:
+    def run(seed: int) -> float:
         prompts = [_prompt(reader, context, seed * num_streams + stream) for stream in range(num_streams)]
         return reader.write_together(prompts, NUM_WRITTEN)
 
-    return ask
+    what = f"{num_streams} at {context}"
+    return Work(what=what, who=reader.settings.name, num_tokens=NUM_WRITTEN * num_streams, run=run)
 
 
-def _in_turns(
-    settings: CpuSettings, part: str, what: str, num_tokens: int, asks: dict[str, Callable[[int], float]]
-) -> list[Row]:
-    samples: dict[str, list[float]] = {name: [] for name in asks}
-    for repeat in range(settings.repeats):
-        for name, ask in asks.items():
-            samples[name].append(num_tokens / ask(repeat))
+def _in_turns(settings: CpuSettings, part: str, works: Sequence[Work], *, rounds: int = 1) -> list[Row]:
+    """`rounds`: of all repeats, more than one where rows that are close to each other are compared."""
+    samples: list[list[float]] = [[] for _ in works]
+    for repeat in range(settings.repeats * rounds):
+        for work, found in zip(works, samples, strict=True):
+            found.append(work.num_tokens / work.run(repeat))
     rows = [
-        Row(part=part, what=what, who=name, tokens_per_s=statistics.median(found), samples=found)
-        for name, found in samples.items()
+        Row(part=part, what=work.what, who=work.who, tokens_per_s=statistics.median(found), samples=found)
+        for work, found in zip(works, samples, strict=True)
     ]
     for row in rows:
-        settings.say(f"{part:<8} {what:<12} {row.who:<28} {row.tokens_per_s:>8.1f} tok/s")
+        settings.say(f"{part:<8} {row.what:<12} {row.who:<28} {row.tokens_per_s:>8.1f} tok/s")
     return rows
 
 
@@ -222,14 +245,12 @@ def _by_length(
     report: CpuReport,
     part: str,
     lengths: Sequence[int],
-    ask: Callable[[Reader, int], tuple[int, Callable[[int], float]]],
+    work_of: Callable[[Reader, int, str], Work],
 ) -> None:
     """The shortest prompt is given to all; longer ones to us in every format and to each peer's fastest way so far."""
     with _together(settings.readers(max(lengths) + 64)) as readers:
         for length in sorted(lengths):
-            asks = {reader.settings.name: ask(reader, length) for reader in readers}
-            num_tokens = next(iter(asks.values()))[0]
-            rows = _in_turns(settings, part, f"{length} tokens", num_tokens, {k: v for k, (_, v) in asks.items()})
+            rows = _in_turns(settings, part, [work_of(reader, length, f"{length} tokens") for reader in readers])
             report.rows.extend(_with_share(settings, row, report.limits) for row in rows)
             kept = {*OURS, *fastest_ways(rows, {reader.settings.name: reader.settings.reader for reader in readers})}
             readers = [reader for reader in readers if reader.settings.name in kept]
@@ -271,36 +292,26 @@ def _bytes(matrix: Projection, packing: Packing | None) -> int:
 
 
 def _reading(settings: CpuSettings, report: CpuReport) -> None:
-    _by_length(settings, report, "reading", settings.lengths, lambda reader, length: (length, _reads(reader, length)))
+    _by_length(settings, report, "reading", settings.lengths, _reads)
 
 
 def _writing(settings: CpuSettings, report: CpuReport) -> None:
     """After prompts of at most 8,192 tokens, whose reading is not counted."""
-    contexts = [min(length, 8192) for length in settings.lengths]
-    _by_length(
-        settings,
-        report,
-        "writing",
-        sorted(set(contexts)),
-        lambda reader, context: (NUM_WRITTEN, _writes(reader, context)),
-    )
+    contexts = {min(length, 8192) for length in settings.lengths}
+    _by_length(settings, report, "writing", sorted(contexts), _writes)
 
 
 def _chunks(settings: CpuSettings, report: CpuReport) -> None:
     length = min(8192, max(settings.lengths))
     with _together(settings.own(length + 64)[:1]) as (reader,):
-        asks = {
-            f"{reader.settings.name}, chunk {size}": _reads(reader, length, chunk_size=size) for size in CHUNK_SIZES
-        }
-        report.rows.extend(_in_turns(settings, "chunks", f"{length} tokens", length, asks))
+        works = [_reads_in_chunks(reader, length, size) for size in CHUNK_SIZES]
+        report.rows.extend(_in_turns(settings, "chunks", works, rounds=OWN_ROUNDS))
 
 
 def _streams(settings: CpuSettings, report: CpuReport) -> None:
     with _together(settings.own(2048)) as readers:
-        for num_streams in (1, 8):
-            asks = {reader.settings.name: _writes_together(reader, 1024, num_streams) for reader in readers}
-            what, count = f"{num_streams} at 1024", NUM_WRITTEN * num_streams
-            report.rows.extend(_in_turns(settings, "streams", what, count, asks))
+        works = [_writes_together(reader, 1024, num_streams) for num_streams in (1, 8) for reader in readers]
+        report.rows.extend(_in_turns(settings, "streams", works, rounds=OWN_ROUNDS))
 
 
 def _memory(settings: CpuSettings, report: CpuReport) -> None:
@@ -354,10 +365,10 @@ def _qwen3(settings: CpuSettings, report: CpuReport) -> None:
         theirs = peer_settings(peers, folder, context=8192 + 64, threads=settings.threads, chunk_sizes=(0,))
         with _together([own, *theirs]) as readers:
             for length in (2048, 8192):
-                asks = {reader.settings.name: _reads(reader, length) for reader in readers}
-                report.rows.extend(_in_turns(settings, "qwen3", f"read {length}", length, asks))
-            asks = {reader.settings.name: _writes(reader, 2048) for reader in readers}
-            report.rows.extend(_in_turns(settings, "qwen3", "write at 2048", NUM_WRITTEN, asks))
+                works = [_reads(reader, length, f"read {length}") for reader in readers]
+                report.rows.extend(_in_turns(settings, "qwen3", works))
+            works = [_writes(reader, 2048, "write at 2048") for reader in readers]
+            report.rows.extend(_in_turns(settings, "qwen3", works))
 
 
 MEASURES: dict[str, Callable[[CpuSettings, CpuReport], None]] = {

@@ -31,7 +31,9 @@ class Rotary:
         else:
             assert self._axis_R is not None, "positions have several axes, the rotary has one"
             angles_TR = positions.to(torch.float32)[self._axis_R].T * frequencies_R
-        cos_TR, sin_TR = angles_TR.cos() * scale, angles_TR.sin() * scale
+        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+        if scale != 1.0:
+            cos_TR, sin_TR = cos_TR * scale, sin_TR * scale
         return cos_TR.to(dtype)[:, None], sin_TR.to(dtype)[:, None]
 
 
