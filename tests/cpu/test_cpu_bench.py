@@ -13,9 +13,9 @@ def test_the_table_shows_ratios_to_the_best_of_the_others(capsys):
     ]
     memory = [MemoryRow(who="penstock packed", base_bytes=300_000_000, peak_bytes=450_000_000)]
     limits = Limits(product_gflops=400, read_gb_per_s=40)
-    show_cpu(
-        CpuReport(model="m", threads=2, repeats=3, limits=limits, rows=rows, memory=memory, quality=[], text_sha256="")
-    )
+    when = {"started_at": "2026-01-01T00:00:00+00:00", "processor": "p", "versions": {"penstock": "0"}}
+    work = {"model": "m", "threads": 2, "repeats": 3, "limits": limits, "text_sha256": ""}
+    show_cpu(CpuReport(**when, **work, rows=rows, memory=memory, quality=[]))
     lines = capsys.readouterr().out.splitlines()
     ours = next(line for line in lines if "penstock packed" in line and "reading" in line)
     assert [cell.strip() for cell in ours.strip("│").split("│")][3:] == ["150.0", "1.50", "1.25", "0.50", "25%"]

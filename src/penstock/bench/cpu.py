@@ -13,10 +13,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
+from penstock.bench.ledger import Fingerprint
 from penstock.bench.peers import AS_STORED, Reader, ReaderSettings, peer_settings
 from penstock.bench.prompts import seeded_prompt
+from penstock.bench.versions import versions
 from penstock.document import Document
 from penstock.models.files import resolve
 from penstock.models.packing import Packing, matrix_bytes, packing_of, stored_formats
@@ -87,9 +90,12 @@ class Limits(Document):
 
 
 class CpuReport(Document):
+    started_at: str  # ISO 8601, UTC
+    processor: str
+    versions: dict[str, str]  # ours, and of each library that was asked
     model: str
     threads: int
-    repeats: int
+    repeats: int  # twice as many where we are compared with ourselves
     limits: Limits
     rows: list[Row]
     memory: list[MemoryRow]
@@ -122,6 +128,9 @@ def measure_cpu(settings: CpuSettings) -> CpuReport:
     with _fresh_process() as process:
         limits = process.submit(limits_of_processor, settings.threads).result()
     report = CpuReport(
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        processor=Fingerprint.of_this_machine().processor,
+        versions=versions(),
         model=settings.model,
         threads=settings.threads,
         repeats=settings.repeats,
@@ -173,12 +182,13 @@ def make_random_model(config: dict[str, Any], folder: str) -> None:
 
 
 @contextmanager
-def _together(settings: list[ReaderSettings]) -> Generator[list[Reader]]:
+def _together(settings: list[ReaderSettings], report: CpuReport) -> Generator[list[Reader]]:
     """Each has read and written a little before it is measured."""
     with ExitStack() as stack:
         readers = [stack.enter_context(Reader(one)) for one in settings]
         for reader in readers:
             reader.read(_prompt(reader, NUM_WARMING, 0), 4)
+            report.versions[reader.settings.reader] = reader.loaded.version
         yield readers
 
 
@@ -248,7 +258,7 @@ def _by_length(
     work_of: Callable[[Reader, int, str], Work],
 ) -> None:
     """The shortest prompt is given to all; longer ones to us in every format and to each peer's fastest way so far."""
-    with _together(settings.readers(max(lengths) + 64)) as readers:
+    with _together(settings.readers(max(lengths) + 64), report) as readers:
         for length in sorted(lengths):
             rows = _in_turns(settings, part, [work_of(reader, length, f"{length} tokens") for reader in readers])
             report.rows.extend(_with_share(settings, row, report.limits) for row in rows)
@@ -303,13 +313,13 @@ def _writing(settings: CpuSettings, report: CpuReport) -> None:
 
 def _chunks(settings: CpuSettings, report: CpuReport) -> None:
     length = min(8192, max(settings.lengths))
-    with _together(settings.own(length + 64)[:1]) as (reader,):
+    with _together(settings.own(length + 64)[:1], report) as (reader,):
         works = [_reads_in_chunks(reader, length, size) for size in CHUNK_SIZES]
         report.rows.extend(_in_turns(settings, "chunks", works, rounds=OWN_ROUNDS))
 
 
 def _streams(settings: CpuSettings, report: CpuReport) -> None:
-    with _together(settings.own(2048)) as readers:
+    with _together(settings.own(2048), report) as readers:
         works = [_writes_together(reader, 1024, num_streams) for num_streams in (1, 8) for reader in readers]
         report.rows.extend(_in_turns(settings, "streams", works, rounds=OWN_ROUNDS))
 
@@ -363,7 +373,7 @@ def _qwen3(settings: CpuSettings, report: CpuReport) -> None:
         own = ReaderSettings(name="penstock bfloat16", model=folder, dtype="bfloat16", threads=settings.threads)
         peers = [peer for peer in settings.peers if peer == "transformers"]
         theirs = peer_settings(peers, folder, context=8192 + 64, threads=settings.threads, chunk_sizes=(0,))
-        with _together([own, *theirs]) as readers:
+        with _together([own, *theirs], report) as readers:
             for length in (2048, 8192):
                 works = [_reads(reader, length, f"read {length}") for reader in readers]
                 report.rows.extend(_in_turns(settings, "qwen3", works))

@@ -231,10 +231,11 @@ def main() -> None:
     settings = json.loads(sys.stdin.readline())
     adapter = ADAPTERS[settings["reader"]]
     import_module(adapter.library)
+    version = sys.modules[adapter.library.partition(".")[0]].__version__
     library_bytes = _status_bytes("VmRSS")
     started = time.perf_counter()
     reader = adapter(settings)
-    loaded = {"load_s": time.perf_counter() - started, "library_bytes": library_bytes}
+    loaded = {"version": version, "load_s": time.perf_counter() - started, "library_bytes": library_bytes}
     loaded["load_peak_bytes"] = _status_bytes("VmHWM")
     _return_freed_memory()
     loaded["loaded_bytes"] = _status_bytes("VmRSS")

@@ -27,6 +27,7 @@ AS_STORED = "as stored"
 
 
 class Loaded(Document):
+    version: str  # of the library
     load_s: float
     library_bytes: int  # resident before the model is loaded
     load_peak_bytes: int

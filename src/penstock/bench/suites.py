@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import version
 
-from penstock import __version__
 from penstock.bench.changes import BenchReport, compare, confirm
 from penstock.bench.ledger import BenchRun, Fingerprint, gpu_names
 from penstock.bench.probes import PROBES
 from penstock.bench.samples import ProbeResult
+from penstock.bench.versions import versions
 from penstock.bench.workbench import ProbeSizes, Workbench
 from penstock.models.files import resolve
-
-LIBRARIES = ("torch", "transformers", "numpy")
 
 QUICK = ProbeSizes(
     repeats=5,
@@ -119,29 +114,3 @@ def sizes_of(suite: str, device: str) -> ProbeSizes:
         return QUICK
     has_gpu = device == "cuda" or (device == "auto" and bool(gpu_names()) and "+cpu" not in version("torch"))
     return FULL_ON_GPU if has_gpu else FULL
-
-
-def versions() -> dict[str, str]:
-    found = {"penstock": __version__, "python": sys.version.split()[0]}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if commit := _commit():
-        found["commit"] = commit
-    return found
-
-
-def _commit() -> str:
-    """Of the source that runs, where it belongs to a repository."""
-    return _git("describe", "--always", "--dirty", "--exclude", "*") if _git("ls-files", Path(__file__).name) else ""
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return finished.stdout.strip() if finished.returncode == 0 else ""

@@ -14,7 +14,7 @@ def show_cpu(report: CpuReport) -> None:
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     limits = report.limits
     console.print(
-        f"{report.model}, {report.threads} threads, medians of {report.repeats}; limits here: "
+        f"{report.model}, {report.threads} threads, medians of {report.repeats} or more; limits here: "
         f"{limits.product_gflops:.0f} GFLOP/s in bfloat16 products, {limits.read_gb_per_s:.0f} GB/s read"
     )
     if report.rows:
