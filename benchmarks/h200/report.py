@@ -57,17 +57,20 @@ def main() -> None:
         }
         (HERE / "last.json").write_text(json.dumps(last, indent=1) + "\n")
     last = json.loads((HERE / "last.json").read_text())
-    table = "\n".join(_lines(last))
-    print(table)
+    print(table(last))
     readme = HERE / "README.md"
     before, _, after = readme.read_text().split(MARK)
-    readme.write_text(f"{before}{MARK}\n{table}\n{MARK}{after}")
+    readme.write_text(f"{before}{MARK}\n{table(last)}\n{MARK}{after}")
     _draw(last)
 
 
 def _result(log: Path) -> dict[str, Any]:
     line = next(line for line in log.read_text().splitlines() if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))
+
+
+def table(last: dict[str, Any]) -> str:
+    return "\n".join(_lines(last))
 
 
 def _lines(last: dict[str, Any]) -> Iterator[str]:
