@@ -27,6 +27,7 @@ RULES = {
     "softcap, window 33": AttentionRule(scale=0.3, softcap=2.0, window=33),
 }
 CHUNKS = [(0, 1), (0, 2), (0, 37), (99, 100), (64, 128), (63, 65), (70, 75), (300, 361), (1200, 1201), (600, 831)]
+STREAMS = [(130, 131), (520, 521), (40, 41), (0, 1), (1023, 1024), (7, 60), (255, 256), (256, 257)]
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +44,28 @@ def attended(chunks, rule=RULES["causal"], layout="one run", *sizes, sinks=None)
 @pytest.mark.parametrize("layout", ["one run", "scattered", "short runs"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_it_equals_plain_attention(rule, layout):
-    found, expected = attended(CHUNKS, rule, layout, 9, 3, 64)
+    found, expected = attended([*CHUNKS, *STREAMS], rule, layout, 9, 3, 64)
     assert (found - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
-    [(1, 1, 8), (6, 6, 24), (4, 2, 32), (8, 1, 80), (6, 2, 96), (16, 8, 128), (5, 5, 192), (40, 1, 64), (4, 2, 256)],
+    [
+        (1, 1, 8),
+        (6, 6, 24),
+        (4, 2, 32),
+        (8, 1, 80),
+        (6, 2, 96),
+        (16, 8, 128),
+        (5, 5, 192),
+        (40, 1, 64),
+        (4, 2, 256),
+        (96, 32, 16),
+    ],
 )
 def test_head_shapes(heads, kv_heads, size):
     for rule in (AttentionRule(scale=size**-0.5), AttentionRule(scale=size**-0.5, window=50, softcap=3.0)):
-        found, expected = attended(CHUNKS, rule, "short runs", heads, kv_heads, size)
+        found, expected = attended([*CHUNKS, *STREAMS], rule, "short runs", heads, kv_heads, size)
         assert (found - expected).abs().max() < TOLERANCE
 
 
@@ -127,6 +139,16 @@ def test_threads_do_not_change_a_bit(cuts):
     for num_threads in (1, 2, 3, 2):
         torch.set_num_threads(num_threads)
         results.append(sequence.attend(RULES["causal"], cuts))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (96, 32, 16)], ids=str)
+def test_streams_beside_each_other_have_the_bits_of_one_thread(heads):
+    threads, results = torch.get_num_threads(), []
+    for num_threads in (1, 2, 3, 2):
+        torch.set_num_threads(num_threads)
+        results.append(attended(STREAMS, RULES["causal"], "short runs", *heads)[0])
     torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)
 

@@ -11,7 +11,7 @@ def test_the_table_shows_ratios_to_the_best_of_the_others(capsys):
         Row(part="reading", what="64 tokens", who=who, tokens_per_s=speed, samples=[speed], share_of_limit=0.25)
         for who, speed in speeds.items()
     ]
-    memory = [MemoryRow(who="penstock packed", base_bytes=300_000_000, peak_bytes=450_000_000)]
+    memory = [MemoryRow(who="penstock packed", num_tokens=64, base_bytes=300_000_000, peak_bytes=450_000_000)]
     limits = Limits(product_gflops=400, read_gb_per_s=40)
     when = {"started_at": "2026-01-01T00:00:00+00:00", "processor": "p", "versions": {"penstock": "0"}}
     work = {"model": "m", "threads": 2, "repeats": 3, "limits": limits, "text_sha256": ""}

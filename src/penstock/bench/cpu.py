@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.bench.ledger import Fingerprint
 from penstock.bench.peers import AS_STORED, Reader, ReaderSettings, peer_settings
 from penstock.bench.prompts import seeded_prompt
 from penstock.bench.versions import versions
@@ -25,7 +24,7 @@ from penstock.models.files import resolve
 from penstock.models.packing import Packing, matrix_bytes, packing_of, stored_formats
 from penstock.models.projections import Projection, layer_projections, outer_projection
 from penstock.models.spec import decoder_spec
-from penstock.plan.machine import num_physical_cores
+from penstock.plan.machine import num_physical_cores, processor_name
 
 PARTS = ("reading", "chunks", "writing", "streams", "memory", "quality", "qwen3")
 NUM_WRITTEN = 32
@@ -73,6 +72,7 @@ class Row(Document):
 
 class MemoryRow(Document):
     who: str
+    num_tokens: int  # of the prompt
     base_bytes: int
     peak_bytes: int
 
@@ -92,10 +92,10 @@ class Limits(Document):
 class CpuReport(Document):
     started_at: str  # ISO 8601, UTC
     processor: str
-    versions: dict[str, str]  # ours, and of each library that was asked
+    versions: dict[str, str]  # of what this process uses, and of each program that was asked
     model: str
     threads: int
-    repeats: int  # twice as many where we are compared with ourselves
+    repeats: int  # OWN_ROUNDS times as many where we are compared with ourselves
     limits: Limits
     rows: list[Row]
     memory: list[MemoryRow]
@@ -129,7 +129,7 @@ def measure_cpu(settings: CpuSettings) -> CpuReport:
         limits = process.submit(limits_of_processor, settings.threads).result()
     report = CpuReport(
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        processor=Fingerprint.of_this_machine().processor,
+        processor=processor_name(),
         versions=versions(),
         model=settings.model,
         threads=settings.threads,
@@ -331,7 +331,8 @@ def _memory(settings: CpuSettings, report: CpuReport) -> None:
         with Reader(one) as reader:
             loaded, reading = reader.loaded, reader.read(_prompt(reader, length, 0))
         base, peak = loaded.library_bytes, max(loaded.load_peak_bytes, reading.peak_bytes)
-        report.memory.append(MemoryRow(who=one.name, base_bytes=base, peak_bytes=peak))
+        report.versions[one.reader] = loaded.version
+        report.memory.append(MemoryRow(who=one.name, num_tokens=length, base_bytes=base, peak_bytes=peak))
         settings.say(f"memory   {length} tokens {one.name:<28} {peak / 1e6:>8.0f} MB, {base / 1e6:.0f} of it libraries")
 
 

@@ -108,7 +108,7 @@ class Engine:
             peak_estimate=self.memory.peak_estimate,
             states=self.states,
         )
-        self._intake = Intake(model, config, self.scheduler)
+        self._intake = Intake(model, config, self.scheduler, self.memory)
         self.prompts = self._intake.prompts
         self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
@@ -118,7 +118,7 @@ class Engine:
         self.most_in_flight = 2 if runs_ahead else 1
         self._flights: deque[_Flight] = deque()
         self._active: dict[int, Active] = {}
-        self._feeding = Feeding(model, self.scheduler, self._intake, self._active, self.fail)
+        self._feeding = Feeding(model.media, self.scheduler, self._intake, self._active, self.fail)
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
         self._new_events: list[Event] = []
         self._next_id = 0

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from penstock.engine.active import Active
 from penstock.engine.intake import Intake
-from penstock.engine.loading import LoadedModel, return_freed_memory
+from penstock.engine.loading import return_freed_memory
+from penstock.engine.media_prompts import MediaPromptReader
 from penstock.errors import InvalidMedia, InvalidPrompt, PenstockError
 from penstock.request import Sequence
 from penstock.schedule.scheduler import Scheduler
@@ -15,14 +16,14 @@ from penstock.schedule.scheduler import Scheduler
 class Feeding:
     def __init__(
         self,
-        model: LoadedModel,
+        media: MediaPromptReader | None,
         scheduler: Scheduler,
         intake: Intake,
         active: Mapping[int, Active],
         fail: Callable[[int, Exception], None],
     ) -> None:
         """`active` is the engine's own; `fail` ends a request whose prompt cannot be had."""
-        self._media = model.media
+        self._media = media
         self._scheduler = scheduler
         self._intake = intake
         self._active = active
@@ -58,8 +59,9 @@ class Feeding:
             if sequence.prompt_is_complete or sequence.is_leaving:
                 continue
             active = self._active.get(sequence.id)
-            if active is None or active.feed is None:
+            if active is None or active.media is not None:
                 continue
+            assert active.feed is not None, "a prompt that is not complete is streamed or has images"
             num_missing = self._wanted_ahead(sequence) - (len(sequence.tokens) - sequence.num_scheduled)
             if num_missing > 0:
                 try:

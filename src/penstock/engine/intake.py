@@ -13,6 +13,7 @@ from penstock.engine.feed import TokenFeed
 from penstock.engine.loading import LoadedModel
 from penstock.engine.media_prompts import refuse_media
 from penstock.engine.prompts import Message, PromptReader
+from penstock.engine.step_memory import StepMemory
 from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong
 from penstock.lanes.media import MediaPrompt
 from penstock.lanes.media_intake import PromptLimits
@@ -32,10 +33,11 @@ class Arrival:
 
 
 class Intake:
-    def __init__(self, model: LoadedModel, config: EngineConfig, scheduler: Scheduler) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, scheduler: Scheduler, memory: StepMemory) -> None:
         self._model = model
         self._config = config
         self._scheduler = scheduler
+        self._memory = memory
         self._lane = model.lane.facts
         self.prompts = PromptReader(
             tokenizer=model.tokenizer,
@@ -99,7 +101,7 @@ class Intake:
             self._model.memory,
             prompt_tokens,
             config,
-            self._model.budget_bytes,
+            self._memory.budget_bytes,
             capacity if source is None else min(capacity, source.max_source),
             is_source=source is not None,
             is_whole=self._lane.reads_whole,
@@ -178,7 +180,7 @@ class Intake:
         if reader is None:
             refuse_media(prompt, images, self._lane.id)
             return None
-        free_bytes = model.budget_bytes - model.memory.fixed_bytes(self._scheduler.resident_tokens)
+        free_bytes = self._memory.budget_bytes - model.memory.fixed_bytes(self._scheduler.resident_tokens)
         read = reader.read(prompt, images, PromptLimits(refuse_too_long=self.refuse_too_long, free_bytes=free_bytes))
         if isinstance(read, MediaPrompt):
             return read
@@ -220,7 +222,7 @@ class Intake:
         """An image that sees itself is read in one piece, which has to fit."""
         for span in spans:
             num_tokens = span.end - span.start
-            budget = self._model.budget_bytes
+            budget = self._memory.budget_bytes
             allowed = self._model.memory.largest_chunk(start=span.start, budget_bytes=budget, upper=num_tokens)
             if allowed < num_tokens:
                 raise PromptTooLong(
@@ -231,7 +233,7 @@ class Intake:
     def _refuse_past_whole(self, num_tokens: int) -> None:
         """A prompt that must be read whole has to fit whole."""
         self._scheduler.refuse_too_long(num_tokens)
-        budget = self._model.budget_bytes
+        budget = self._memory.budget_bytes
         allowed = self._model.memory.largest_chunk(start=0, budget_bytes=budget, upper=num_tokens)
         if allowed < num_tokens:
             raise PromptTooLong(
