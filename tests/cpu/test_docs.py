@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from markdown.extensions.toc import slugify
 
 import penstock
+from penstock.bench.cpu import CpuReport
 from penstock.cli.main import app
 from penstock.config import DEFAULT_MODEL, load_config
 from penstock.models.files import resolve
@@ -63,14 +64,18 @@ def without_repetitions(pages: list[Path]) -> dict[str, list[Block]]:
     return shown
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+def program(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    return program(DOCS / "hooks.py", "docs_hooks")
 
 
 def rows(markdown: str) -> list[list[str]]:
@@ -261,3 +266,12 @@ def test_the_concepts_are_as_long_as_make_run_needs_them():
     texts = [page.read_text(encoding="utf-8") for page in sorted((DOCS / "concepts").glob("*.md"))]
     num_tokens = sum(len(backend.encode(text, add_special_tokens=False).ids) for text in texts)
     assert LEAST_CONCEPT_TOKENS <= num_tokens <= MOST_CONCEPT_TOKENS
+
+
+def test_the_tables_of_the_benchmarks_are_made_from_what_was_measured():
+    cpu, h200 = ROOT / "benchmarks" / "cpu", ROOT / "benchmarks" / "h200"
+    page = (cpu / "README.md").read_text()
+    measured = CpuReport.model_validate_json((cpu / "last.json").read_text())
+    assert program(cpu / "report.py", "cpu_report").with_tables(page, measured) == page
+    table = program(h200 / "report.py", "h200_report").table(json.loads((h200 / "last.json").read_text()))
+    assert f"<!-- table -->\n{table}\n<!-- table -->" in (h200 / "README.md").read_text()
