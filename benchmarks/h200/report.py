@@ -47,13 +47,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.logs:
         results = [_result(log) for log in asked.logs]
-        ours: dict[str, Any] = {}
-        for result in results:
-            ours = (result | ours) if result["engine"] == "penstock" else ours  # what came first counts
         last = {
             "commit": asked.commit,
-            "penstock": ours,
+            "penstock": _one(results, "penstock", "optimized-native-text"),
             "vllm": {str(result["batched"]): result for result in results if result["engine"] == "vllm"},
+            "lane_of_transformers": _one(results, "penstock", "transformers-generic-text"),
+            "transformers": _one(results, "transformers", None),
         }
         (HERE / "last.json").write_text(json.dumps(last, indent=1) + "\n")
     last = json.loads((HERE / "last.json").read_text())
@@ -67,6 +66,14 @@ def main() -> None:
 def _result(log: Path) -> dict[str, Any]:
     line = next(line for line in log.read_text().splitlines() if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))
+
+
+def _one(results: list[dict[str, Any]], engine: str, lane: str | None) -> dict[str, Any]:
+    """What all runs of one engine on one lane gave; what came first counts."""
+    found: dict[str, Any] = {}
+    for result in results:
+        found = result | found if result["engine"] == engine and result.get("lane") == lane else found
+    return found
 
 
 def table(last: dict[str, Any]) -> str:
@@ -103,6 +110,21 @@ def _lines(last: dict[str, Any]) -> Iterator[str]:
             gap = taken["planned"] / taken["taken"] - 1
             sizes = f"{taken['planned'] / 2**30:.2f} GiB planned, {taken['taken'] / 2**30:.2f} taken"
             yield f"| memory for {int(key.removeprefix('bytes_')):,} tokens | {sizes} | | {gap:+.1%} | |"
+    if "first_token_s" in ours:
+        yield f"| first token of a cold process | {ours['first_token_s']:.1f} s | | | |"
+    yield from _lane_lines(last.get("lane_of_transformers", {}), last.get("transformers", {}))
+
+
+def _lane_lines(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+    if not theirs:
+        return
+    yield ""
+    yield f"| on the lane of transformers | Penstock | transformers {theirs['version']} | transformers / Penstock |"
+    yield "|---|---|---|---|"
+    for key, name in TIMES.items():
+        if key in ours and key in theirs:
+            mine, other = ours[key] * 1e3, theirs[key] * 1e3
+            yield f"| {name} | {mine:.2f} ms | {other:.2f} ms | {other / mine:.1f} |"
 
 
 def _beside(ours: dict[str, Any], mixed: dict[str, Any]) -> tuple[str, dict[str, Any]]:

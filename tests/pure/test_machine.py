@@ -1,11 +1,14 @@
 """What is read of the machine."""
 
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from penstock.plan.machine import peak_resident_bytes, resident_bytes
+from penstock.plan.machine import peak_resident_bytes, process_age_s, resident_bytes
 
 MIB = 2**20
 STATUS = Path("/proc/self/status")
@@ -26,3 +29,13 @@ def test_held_memory_is_what_the_system_says():
     del ballast
     assert peak_resident_bytes() == stated("VmHWM")
     assert peak_resident_bytes() > before + 60 * MIB
+
+
+def test_a_process_is_as_old_as_its_parent_saw_it_begin():
+    program = "import time; time.sleep(0.5); from penstock.plan.machine import process_age_s; print(process_age_s())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    waited = time.monotonic() - began
+    tick = 0.02  # the system counts in hundredths
+    assert 0.5 < float(done.stdout) <= waited + tick
+    assert process_age_s() > waited

@@ -14,7 +14,7 @@ from penstock.bench.samples import ProbeResult
 from penstock.bench.workbench import BenchSettings, ProbeSizes
 from penstock.document import Document
 from penstock.errors import InvalidSetting
-from penstock.plan.machine import num_physical_cores
+from penstock.plan.machine import num_physical_cores, processor_name
 
 FORMAT = 1
 
@@ -31,7 +31,7 @@ class Fingerprint(Document):
     @classmethod
     def of_this_machine(cls) -> Fingerprint:
         return cls(
-            processor=_value_after("model name", Path("/proc/cpuinfo")) or platform.processor() or platform.machine(),
+            processor=processor_name(),
             num_cores=num_physical_cores(),
             memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
             gpus=gpu_names(),

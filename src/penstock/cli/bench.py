@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.flags import Dtype, Json, LlamaPython, Model, Peers, Threads, chosen, chosen_peers
+from penstock.cli.flags import Dtype, Json, LaneId, LlamaPython, Model, Peers, Threads, chosen, chosen_peers
 from penstock.cli.suites import add_suites
 from penstock.config import DEFAULT_MODEL
 from penstock.errors import InvalidSetting
@@ -107,61 +108,71 @@ def gpu(
     chunk_size: Annotated[int, typer.Option(help="The most prompt tokens of a step.")] = 8192,
     memory: Annotated[str | None, typer.Option(help="Budget, such as 100GiB; most of the card unless given.")] = None,
     profile: Annotated[bool, typer.Option(help="Also show which kernels take the time.")] = False,
+    lane: LaneId = None,
 ) -> None:
     """Measure a GPU over fixed work that other engines can be given too; the last line is RESULT and JSON."""
     if (model is None) != random_weights:
         raise InvalidSetting("Give a model or --random-weights, and not both.")
+    if random_weights and lane is not None:
+        raise InvalidSetting("--random-weights are those of our own decoder; --lane takes a model.")
     if wrong := set(parts) - set("pdmob"):
         raise InvalidSetting(f"--parts has {''.join(sorted(wrong))!r}; the parts are p, d, m, o and b.")
-    _gpu(model, parts, target or [], chunk_size=chunk_size, memory=memory, with_profile=profile)
+    asked = {"chunk_size": chunk_size, "memory": memory, "lane": lane}
+    _gpu(model, parts, target or [], asked, with_profile=profile)
 
 
-def _gpu(
-    model: str | None, parts: str, targets: list[float], *, chunk_size: int, memory: str | None, with_profile: bool
-) -> None:
+def _gpu(model: str | None, parts: str, targets: list[float], asked: Mapping[str, Any], *, with_profile: bool) -> None:
     import gc
 
     import torch
     from pydantic_core import to_json
 
     from penstock.bench.gpu import GpuBench, Work, bytes_against_plan
+    from penstock.bench.versions import versions
     from penstock.engine.engine import Engine
     from penstock.engine.random_model import QWEN3_8B, random_engine
+    from penstock.plan.machine import process_age_s
 
     def report(name: str, value: object) -> None:
         print(f"{name}: {value}", flush=True)
 
-    began = time.perf_counter()
     settings: dict[str, Any] = {
         "device": "cuda",
         "dtype": "bfloat16",
-        "chunk_size": chunk_size,
         "block_size": 64,
         "context": GPU_CONTEXT,
         "max_running": 256,
         "prefix_cache": False,
-        "memory": memory,
+        **asked,
     }
 
     def load(**others: Any) -> Engine:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        asked = settings | others
-        return random_engine(QWEN3_8B, **asked) if model is None else Engine.load(model, **asked)
+        settings_now = settings | others
+        return random_engine(QWEN3_8B, **settings_now) if model is None else Engine.load(model, **settings_now)
 
     with load() as engine:
-        report("engine up", f"{time.perf_counter() - began:.1f} s")
+        report("engine up", f"{process_age_s():.1f} s after the process began")
         work = Work(vocabulary=min(GPU_VOCABULARY, engine.model.spec.vocab_size))
         measured = GpuBench(engine, work, report)
-        first_token_s = measured.seconds([work.tokens(128, 0)], [1])
-        report("first token", f"{time.perf_counter() - began:.1f} s, of which {first_token_s:.1f} s after loading")
+        after_loading_s = measured.seconds([work.tokens(128, 0)], [1])
+        first_token_s = process_age_s()
+        report("first token", f"{first_token_s:.1f} s, of which {after_loading_s:.1f} s after loading")
         measured.warm_up()
-        report("warm", f"{time.perf_counter() - began:.1f} s")
+        report("warm", f"{process_age_s():.1f} s")
         found = measured.run(parts.replace("b", ""), targets)
         if with_profile:
             measured.profile()
-    facts = {"engine": "penstock", "batched": chunk_size, "device": torch.cuda.get_device_name()}
+        facts = {
+            "engine": "penstock",
+            "lane": engine.model.lane.facts.id,
+            "batched": asked["chunk_size"],
+            "device": torch.cuda.get_device_name(),
+            "versions": versions(),
+            "first_token_s": first_token_s,
+        }
     peak_bytes = torch.cuda.max_memory_allocated()
     del engine, measured
     if "b" in parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,8 @@ from pathlib import Path
 from penstock.config import FREE_MEMORY_MARGIN
 
 STATUS_BYTES = 16 * 1024  # /proc/self/status has one or two thousand
+START_FIELD = 19  # of /proc/self/stat after the name: when the process was started, in ticks since the machine was
+IMPORTED_AT_S = time.monotonic()
 KIB = 1024
 
 
@@ -78,6 +81,14 @@ def forget_peak() -> None:
     """The peak begins anew, so that what is measured of a request is not what a check at load took."""
     with suppress(OSError):  # another system than Linux: the peak stays
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def process_age_s() -> float:
+    """Since the system started this process, Python and libraries included; since this module where it does not say."""
+    after_name = _first_line("/proc/self/stat", "").rpartition(")")[2].split()
+    if not after_name:
+        return time.monotonic() - IMPORTED_AT_S
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[START_FIELD]) / os.sysconf("SC_CLK_TCK")
 
 
 def has_fast_bfloat16() -> bool:
