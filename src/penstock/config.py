@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZE = ("auto", "none", "keep", "int8", "int4")
 CPU_KERNELS = ("auto", "torch")
 DEVICES = ("auto", "cpu", "cuda", "mps")
+
+HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200
 
 # What becomes resident with the first chunk: the code and buffers of the matrix library.
 FIRST_CALL_BYTES_ESTIMATE = 28 * 2**20
@@ -44,6 +46,10 @@ GPU_STEP_SIZES = (
 )
 # And of a CPU's: its products take 32 rows together.
 CPU_STEP_SIZES = range(32, 2**20, 32)
+# The most that `auto` picks. A CPU gains nothing past it. A GPU's products are fastest there, and answers beside a
+# prompt wait as long as such a chunk takes; where a latency target says how long that may be, it alone limits chunks.
+CPU_AUTO_CHUNK, GPU_AUTO_CHUNK = 1024, 2048
+GPU_TARGET_CHUNK = GPU_STEP_SIZES[-1]
 # Checkpoints of recurrent state that are kept lie at least this far apart; the newest of a sequence is kept besides.
 CHECKPOINT_TOKENS = 512
 
@@ -70,7 +76,7 @@ class EngineConfig:
     threads: int | None = None  # None: the physical cores this process may use
     cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never
     block_size: int = 16
-    max_chunk_size: int = 1024  # the most that `auto` picks
+    max_chunk_size: int | None = None  # the most that `auto` picks; None: what suits the device
     min_chunk_size: int = 16  # the KV pool leaves room for at least this chunk
     max_running: int = 64
     priority: PrefillPriority = PrefillPriority.INTERLEAVED
@@ -84,7 +90,17 @@ class EngineConfig:
     @property
     def most_prompt_tokens(self) -> int:
         """Of a step; 0: no limit."""
-        return self.max_chunk_size if self.chunk_size is None else self.chunk_size
+        return self.most_auto_tokens if self.chunk_size is None else self.chunk_size
+
+    @property
+    def most_auto_tokens(self) -> int:
+        return self.max_chunk_size or CPU_AUTO_CHUNK
+
+    def on_device(self, device: str) -> EngineConfig:
+        """With what depends on the device filled in."""
+        if device != "cuda" or self.max_chunk_size is not None:
+            return self
+        return replace(self, max_chunk_size=GPU_AUTO_CHUNK if self.latency_target_ms is None else GPU_TARGET_CHUNK)
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 0:

@@ -15,7 +15,8 @@ from penstock.schedule.budget import StepCost
 
 GIB = 2**30
 TORCH = Need(asked="torch>=2.11,<2.14", installed="2.13.0+cpu", is_met=True)
-GPU = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
+GPU = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB, name="NVIDIA H200", capability=(9, 0))
+OLDER_GPU = dataclasses.replace(GPU, name="NVIDIA A10", capability=(8, 6))
 MEMORY = MachineMemory(total_bytes=32 * GIB, available_bytes=30 * GIB, swap_bytes=0, swap_used_bytes=0)
 HEALTHY = MachineFacts(
     python="3.11.7",
@@ -32,6 +33,7 @@ HEALTHY = MachineFacts(
     memory=MEMORY,
     has_driver=False,
     gpu=None,
+    torch_uses_gpu=False,
 )
 
 
@@ -55,8 +57,18 @@ def test_a_healthy_machine_has_nothing_to_mend():
         ({"flags": frozenset({"avx2"})}, "processor", "note", "no bfloat16", "smaller"),
         ({"has_driver": True}, "GPU", "problem", "build for CPUs", "CUDA"),
         ({"has_driver": True, "torch_is_cpu_build": False}, "GPU", "problem", "gives no GPU", "nvidia-smi"),
-        ({"gpu": GPU}, "attention", "problem", "Triton is not there", "pip install triton"),
-        ({"gpu": GPU, "triton": "3.6"}, "attention", "note", "FlashInfer", "penstock[cuda]"),
+        (
+            {"gpu": GPU, "has_driver": True},
+            "GPU",
+            "problem",
+            "NVIDIA H200, but torch cannot use it",
+            "Update the driver",
+        ),
+        ({"gpu": GPU, "torch_uses_gpu": True}, "attention", "problem", "Triton is not there", "pip install triton"),
+        (
+            {"gpu": GPU, "torch_uses_gpu": True, "triton": "3.6"},
+            *("attention", "note", "FlashInfer", "penstock[cuda]"),
+        ),
         ({"memory": dataclasses.replace(MEMORY, available_bytes=GIB // 2)}, "memory", "problem", "0.5 of", "Close"),
         (
             {"memory": dataclasses.replace(MEMORY, swap_bytes=8 * GIB, swap_used_bytes=3 * GIB)},
@@ -72,8 +84,14 @@ def test_what_is_wrong_is_said_with_its_remedy(changes, topic, status, found, re
 
 
 def test_a_gpu_with_everything_is_good():
-    found = diagnose_machine(dataclasses.replace(HEALTHY, gpu=GPU, has_driver=True, triton="3.6", flashinfer="0.6"))
+    card = dataclasses.replace(HEALTHY, gpu=GPU, torch_uses_gpu=True, has_driver=True, triton="3.6", flashinfer="0.6")
+    found = diagnose_machine(card)
     assert {diagnosis.status for diagnosis in found} == {Status.GOOD}
+    shown = {diagnosis.topic: diagnosis.finding for diagnosis in found}
+    assert "NVIDIA H200, 139.0 of 140.0 GiB" in shown["GPU"]
+    assert "FlashInfer 0.6" in shown["attention"]
+    older = dataclasses.replace(card, gpu=OLDER_GPU, flashinfer=None)  # where it would not be used, it is not missed
+    assert {diagnosis.topic: diagnosis for diagnosis in diagnose_machine(older)}["attention"].status is Status.GOOD
 
 
 def test_an_error_is_told_with_its_way_out_apart():

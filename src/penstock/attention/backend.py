@@ -113,7 +113,8 @@ class HeadNorms:
 
 
 class AttentionBackend(Protocol):
-    name: str
+    name: str  # what computes it, and why that
+    failure: str | None  # what should have computed it and could not
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         """Prepares what all layers of the step share."""

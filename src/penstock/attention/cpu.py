@@ -71,7 +71,7 @@ def segments(start: int, end: int, window: int | None) -> Iterator[Segment]:
 
 
 class CpuAttention:
-    name = "cpu"
+    failure = None
 
     def __init__(self, storage: KvStorage, block_size: int) -> None:
         self.storage = storage
@@ -79,6 +79,7 @@ class CpuAttention:
         self._inputs: ForwardInputs | None = None
         self._runs: list[tuple[Run, ...]] = []  # of the step's chunks, made when torch first needs them
         self.compiled = make_compiled(storage, block_size)  # None: torch attends
+        self.name = "torch" if self.compiled is None else "C kernels"
 
     @property
     def is_compiled(self) -> bool:

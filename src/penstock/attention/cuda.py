@@ -18,7 +18,7 @@ import triton
 
 from penstock.attention import triton_kernels
 from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
-from penstock.attention.flashinfer import FlashInferReader, WideChunks, is_usable
+from penstock.attention.flashinfer import FlashInferReader, WideChunks, obstacle
 from penstock.attention.spans import attend_spans
 from penstock.attention.triton_overlap import overlap
 from penstock.cache.storage import KvStorage
@@ -29,6 +29,7 @@ MIN_SPLIT_KEYS = 128
 MAX_PARTIAL_BYTES = 64 * 2**20  # of the partial results of one launch
 ALIGNED_ITEMS = 4  # int32 numbers of 16 bytes
 TIMED_CHUNK, TIMED_CONTEXT, TIMED_RUNS = 2048, 8192, 4
+MOST_LETTERS = 200  # of another library's message
 PADDING = -1  # a tile or a slot that nothing is computed for
 
 _kernels: Any = triton_kernels  # a launch has no type that a checker knows
@@ -92,8 +93,6 @@ def num_splits(num_keys: np.ndarray, num_kv_heads: int, num_programs: int, large
 
 
 class CudaAttention:
-    name = "triton"
-
     def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int) -> None:
         self.storage = storage
         self.block_size = block_size
@@ -110,6 +109,8 @@ class CudaAttention:
         self._inputs: ForwardInputs | None = None  # of a step with images
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
         self.reader: FlashInferReader | None = None  # None: our own kernels read wide chunks too
+        self.name = "Triton"
+        self.failure: str | None = None
 
     def for_decodes(self, *, max_rows: int, max_context: int) -> DecodeAttention:
         num_heads = self.group * self.num_kv_heads
@@ -126,13 +127,26 @@ class CudaAttention:
 
     def pick_reader(self) -> None:
         """Leaves wide chunks to FlashInfer where it is installed and measures faster than our own kernel."""
-        if not is_usable(self.storage):
+        if (reason := obstacle(self.storage)) is not None:
+            self.name = f"Triton alone; {reason}"
             return
         own_ms = self._wide_chunk_ms()
         num_heads = self.group * self.num_kv_heads
-        self.reader = FlashInferReader(self.storage, self.block_size, num_heads=num_heads)
-        if self._wide_chunk_ms() > own_ms:
+        try:
+            self.reader = FlashInferReader(self.storage, self.block_size, num_heads=num_heads)
+            its_ms = self._wide_chunk_ms()
+        except Exception as error:  # it compiles now, with tools that may be missing, and says so in many ways
             self.reader = None
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)[:MOST_LETTERS]
+            self.failure = f"FlashInfer is installed but does not run ({why}); Triton reads wide chunks too"
+            self.name = f"Triton alone; {self.failure}"
+            return
+        times = f"{its_ms:.2f} against {own_ms:.2f} ms for {TIMED_CHUNK:,} tokens"
+        if its_ms > own_ms:
+            self.reader = None
+            self.name = f"Triton alone; FlashInfer is slower: {times}"
+        else:
+            self.name = f"Triton, and FlashInfer for wide chunks: {times}"
 
     def _wide_chunk_ms(self) -> float:
         """Of one layer's attention for a typical chunk; the least of a few."""

@@ -17,12 +17,12 @@ import torch
 
 from penstock.attention.backend import AttentionRule
 from penstock.cache.storage import KvStorage
+from penstock.config import HOPPER
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 TILE_TOKENS = {128: 128}  # of a chunk, that one head takes at a time, by its size; where that was measured
 WORKSPACE_BYTES = 16 * 2**20
-HOPPER = (9, 0)
 # The host may plan a step while the one before it runs, so each writes into buffers of its own.
 NUM_BUFFERS = 2
 
@@ -67,19 +67,22 @@ class WideChunks:
         )
 
 
-def is_usable(storage: KvStorage) -> bool:
-    """Whether FlashInfer is installed and has kernels for this card, dtype and head size."""
+def obstacle(storage: KvStorage) -> str | None:
+    """Why FlashInfer cannot be used: it is not installed, or has no kernels for this card, dtype or head size."""
     keys = storage.keys[0]
-    if keys.device.type != "cuda" or find_spec("flashinfer") is None:
-        return False
-    is_hopper = torch.cuda.get_device_capability(keys.device) == HOPPER
-    return is_hopper and keys.dtype in DTYPES and keys.shape[-1] in HEAD_SIZES
+    if find_spec("flashinfer") is None:
+        return "FlashInfer is not installed"
+    if keys.device.type != "cuda" or torch.cuda.get_device_capability(keys.device) != HOPPER:
+        return "FlashInfer is used on Hopper cards"
+    if keys.dtype not in DTYPES:
+        return f"FlashInfer has no kernels for {str(keys.dtype).removeprefix('torch.')}"
+    if keys.shape[-1] not in HEAD_SIZES:
+        return f"FlashInfer has no kernels for heads of {keys.shape[-1]}"
+    return None
 
 
 class FlashInferReader:
     """Plans once per step and rule, then runs for every layer of that rule."""
-
-    name = "flashinfer"
 
     def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int) -> None:
         self.storage = storage

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-HOPPER = (9, 0)
+from penstock.config import HOPPER
+
 NEVER, AT_ONCE, LATE = 0, 1, 2
 MOST_ROWS = 16  # beyond, products are the matrix library's
 

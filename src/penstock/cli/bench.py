@@ -130,12 +130,14 @@ def _gpu(model: str | None, parts: str, targets: list[float], asked: Mapping[str
     from penstock.bench.gpu import GpuBench, Work, bytes_against_plan
     from penstock.bench.versions import versions
     from penstock.engine.engine import Engine
+    from penstock.engine.planning import require_device
     from penstock.engine.random_model import QWEN3_8B, random_engine
     from penstock.plan.machine import process_age_s
 
     def report(name: str, value: object) -> None:
         print(f"{name}: {value}", flush=True)
 
+    require_device("cuda", has_cuda=torch.cuda.is_available())
     settings: dict[str, Any] = {
         "device": "cuda",
         "dtype": "bfloat16",

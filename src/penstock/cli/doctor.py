@@ -71,7 +71,7 @@ def run_doctor(model: str, config: EngineConfig, *, rerun: bool, with_speed: boo
     """Looks at the machine, the model and its speed, in this order; what is in the way of one ends there."""
     out = Console(highlight=False, soft_wrap=True, quiet=as_json)
     progress = Console(stderr=True, highlight=False)
-    facts = MachineFacts.here(config)
+    facts = MachineFacts.here(config, _torch_uses_gpu)
     machine = diagnose_machine(facts)
     _show(out, "this machine", machine)
     with progress.status(f"looking at {model}"):
@@ -112,3 +112,9 @@ def _end(diagnoses: list[Diagnosis]) -> int:
     number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems, the first"
     print(f"penstock: {number}: {first.finding}. {first.remedy}.", file=sys.stderr)
     return EXIT_PROBLEM
+
+
+def _torch_uses_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -18,11 +18,11 @@ ChunkSize = Annotated[
     str | None, typer.Option(help="Prompt tokens per chunk: a number, auto, or 0 to read prompts whole.")
 ]
 Overlap = Annotated[int | None, typer.Option(help="Tokens of the previous chunk to compute again.")]
-Memory = Annotated[str | None, typer.Option(help="Byte budget of the whole process, such as 6GiB.")]
+Memory = Annotated[str | None, typer.Option(help="Byte budget, such as 6GiB: of the whole process, or of a GPU.")]
 Context = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; past the model's own: a warning.")]
 LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its id.")]
 Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
-Device = Annotated[str | None, typer.Option(help="auto or cpu.")]
+Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu; auto takes an NVIDIA GPU where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
 Quantize = Annotated[
     str | None, typer.Option(help="Weights in few bits: auto, keep (as the GGUF has them), int8, int4 or none.")

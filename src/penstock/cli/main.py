@@ -182,7 +182,9 @@ def serve(
     priority: Annotated[
         str | None, typer.Option(help="How prompts and streams share steps: interleaved, prefill-first, ...")
     ] = None,
-    latency_target_ms: Annotated[float | None, typer.Option(help="Longest step beside running streams.")] = None,
+    latency_target_ms: Annotated[
+        float | None, typer.Option(help="What a step beside running streams should take at most.")
+    ] = None,
     max_running: Annotated[int | None, typer.Option(help="Most requests served at once.")] = None,
     max_waiting: Annotated[
         int | None, typer.Option(help="Most requests in the queue; more are answered with 429.")

@@ -6,12 +6,12 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from penstock.config import EngineConfig
+from penstock.config import HOPPER, EngineConfig
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem
 from penstock.engine.planning import DeviceMemory, cuda_memory
 from penstock.plan.machine import MachineMemory, cpu_flags, machine_memory, num_physical_cores, processor_name
@@ -50,10 +50,13 @@ class MachineFacts:
     memory: MachineMemory
     has_driver: bool  # of an NVIDIA GPU
     gpu: DeviceMemory | None
+    torch_uses_gpu: bool
 
     @classmethod
-    def here(cls, config: EngineConfig) -> MachineFacts:
+    def here(cls, config: EngineConfig, torch_uses_gpu: Callable[[], bool]) -> MachineFacts:
+        """`torch_uses_gpu` is asked where the driver has a GPU: torch takes seconds to import."""
         num_cores = num_physical_cores()
+        gpu = cuda_memory()
         return cls(
             python=platform.python_version(),
             needs=tuple(_needs()),
@@ -68,7 +71,8 @@ class MachineFacts:
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
             memory=machine_memory(),
             has_driver=_has_driver(),
-            gpu=cuda_memory(),
+            gpu=gpu,
+            torch_uses_gpu=gpu is not None and torch_uses_gpu(),
         )
 
 
@@ -140,9 +144,12 @@ def _processor(facts: MachineFacts) -> Diagnosis:
 
 
 def _gpu(facts: MachineFacts) -> Diagnosis:
+    if facts.gpu is not None and not facts.torch_uses_gpu:
+        finding = f"the driver has a {facts.gpu.name}, but torch cannot use it; the CPU is used"
+        return problem("GPU", finding, "Update the driver, or install a torch for its CUDA version (see pytorch.org)")
     if facts.gpu is not None:
         free, total = facts.gpu.free_bytes / GIB, facts.gpu.total_bytes / GIB
-        return good("GPU", f"one is there, {free:.1f} of {total:.1f} GiB free")
+        return good("GPU", f"{facts.gpu.name}, {free:.1f} of {total:.1f} GiB free")
     if facts.has_driver and facts.torch_is_cpu_build:
         finding = "a driver for one is there, but torch is a build for CPUs"
         return problem("GPU", finding, "Install torch from PyTorch's CUDA wheel index (see pytorch.org)")
@@ -152,15 +159,20 @@ def _gpu(facts: MachineFacts) -> Diagnosis:
 
 
 def _gpu_backends(facts: MachineFacts) -> Iterator[Diagnosis]:
-    if facts.gpu is None:
+    if facts.gpu is None or not facts.torch_uses_gpu:
         return
     if facts.triton is None:
         yield problem("attention", "Triton is not there, which a GPU needs", "pip install triton")
+    elif facts.gpu.capability != HOPPER:
+        yield good("attention", f"our kernels in Triton {facts.triton}")
     elif facts.flashinfer is None:
         finding = f"our kernels in Triton {facts.triton}; FlashInfer, which reads wide chunks faster, is not there"
         yield note("attention", finding, 'pip install "penstock[cuda]"')
     else:
-        yield good("attention", f"our kernels in Triton {facts.triton}, FlashInfer {facts.flashinfer} for wide chunks")
+        finding = (
+            f"our kernels in Triton {facts.triton}; FlashInfer {facts.flashinfer} for wide chunks, where it is faster"
+        )
+        yield good("attention", finding)
 
 
 def _memory(facts: MachineFacts) -> Diagnosis:

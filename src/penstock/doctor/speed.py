@@ -59,11 +59,17 @@ def diagnose_speed(model: str, config: EngineConfig) -> SpeedFindings:
             load_s = time.perf_counter() - began
             if obstacle := _obstacle(engine):
                 return SpeedFindings(diagnoses=(obstacle,), speed=None)
-            exactness = (diagnose_exactness(engine),)
+            findings = (*_attention(engine), diagnose_exactness(engine))
             speed = measured(engine, load_s=load_s)
-            return SpeedFindings(diagnoses=(*exactness, *_told(speed)), speed=speed)
+            return SpeedFindings(diagnoses=(*findings, *_told(speed)), speed=speed)
     except PenstockError as error:
         return SpeedFindings(diagnoses=(refused("loading", error),), speed=None)
+
+
+def _attention(engine: Engine) -> Iterator[Diagnosis]:
+    """What a GPU was found to be fastest with."""
+    if engine.model.device.type == "cuda":
+        yield good("attention", f"on this model: {engine.model.attention}")
 
 
 def _obstacle(engine: Engine) -> Diagnosis | None:

@@ -67,6 +67,7 @@ class _Flight:
 class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig, *, trace: Path | None = None) -> None:
         """`trace`: a file that is written when the engine is closed."""
+        config = config.on_device(model.device.type)
         if model.source is not None:
             # States of a source depend on all of it: no part is shared or computed twice.
             config = dataclasses.replace(config, overlap=0, prefix_cache=False)

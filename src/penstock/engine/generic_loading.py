@@ -73,6 +73,7 @@ def _load_generic(files: ModelFiles, facts: LaneFacts, config: EngineConfig, dev
         num_tokens=num_tokens,
         max_context=max_context,
         adjustments=(*warnings, *way_adjustments(facts, config)),
+        attention=ways.attention if entering.calls else None,
     )
 
 

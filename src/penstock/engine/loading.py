@@ -82,6 +82,7 @@ class LoadedModel:
     dtype: str
     device: torch.device
     adjustments: tuple[str, ...]
+    attention: str  # what computes it
     source: Seq2SeqLane | None = None  # the lane again, where it reads a source
     media: MediaPromptReader | None = None  # None: the model reads text only
 
@@ -133,9 +134,11 @@ class LoadStart:
         num_tokens: int,
         max_context: int,
         adjustments: Iterable[str],
+        attention: AttentionBackend | None = None,
         **others: Any,
     ) -> LoadedModel:
         """`others` take the place of what the tokenizer's files say, or are fields of some models alone."""
+        failures = () if attention is None or attention.failure is None else (attention.failure,)
         usual: dict[str, Any] = {
             "identity": f"{self.files.identity}:{self.dtype}",
             "chat_template": chat_template(self.parts),
@@ -152,7 +155,8 @@ class LoadStart:
             max_context=max_context,
             dtype=self.dtype,
             device=self.device,
-            adjustments=tuple(adjustments),
+            adjustments=(*adjustments, *failures),
+            attention="transformers" if attention is None else attention.name,
             **usual | others,
         )
 
@@ -162,6 +166,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     facts = pick_lane(files.config, config.lane)
     require_plain_weights(config, facts)
     device = torch.device(require_device(config.device, has_cuda=torch.cuda.is_available()))
+    config = config.on_device(device.type)
     prepare_process(config)
     if facts.id == SEQ2SEQ_SOURCE:
         from penstock.engine.seq2seq_loading import load_seq2seq
@@ -224,6 +229,7 @@ def load_native(
         num_tokens=num_tokens,
         max_context=max_context,
         adjustments=(*warnings, *_slow_packing(quantize, start.dtype)),
+        attention=lane.attention,
     )
 
 

@@ -51,9 +51,10 @@ def load_native_multimodal(
     return_freed_memory()
     if media.sight == "span":
         facts = dataclasses.replace(facts, chunk_boundary=SPAN_BOUNDARY)
+    text = native_lane(spec, weights, memory, facts, config, num_blocks=num_blocks, dtype=dtype, device=device)
     lane = NativeMultimodalLane(
         media,
-        native_lane(spec, weights, memory, facts, config, num_blocks=num_blocks, dtype=dtype, device=device),
+        text,
         processor=processor,
         why_no_images=why_no_images,
         encoder_bytes=encoder_bytes,
@@ -67,6 +68,7 @@ def load_native_multimodal(
         num_tokens=num_tokens,
         max_context=max_context,
         adjustments=tuple(warnings),
+        attention=text.attention,
         chat_template=template,
         media=MediaPromptReader(lane=lane, tokenizer=start.tokenizer, template=template, bos_token=bos_token),
     )

@@ -41,6 +41,8 @@ CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
 # On a GPU scores stay in registers; partial results exist only for chunks too small to fill the card.
 CUDA_TILING = AttentionTiling(query_rows=256, key_rows=64)
 LARGEST_CONTEXT_BYTES = GIB
+# Attributes of a device, by their numbers in cuda.h.
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 # Of what the weights leave: shares for one call of an image encoder and for features that are kept, and their limits.
 ENCODER_SHARE, MOST_ENCODER_BYTES = 1 / 8, GIB // 2
 FEATURE_SHARE, MOST_FEATURE_BYTES = 1 / 16, GIB // 4
@@ -71,6 +73,8 @@ class DeviceMemory:
 
     total_bytes: int
     free_bytes: int
+    name: str = ""
+    capability: tuple[int, int] | None = None  # None: it was not asked
 
     @property
     def runtime_bytes(self) -> int:
@@ -92,9 +96,13 @@ def cuda_memory() -> DeviceMemory | None:
         return None
     device, context = ctypes.c_int(), ctypes.c_void_p()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    name, major, minor = ctypes.create_string_buffer(256), ctypes.c_int(), ctypes.c_int()
     calls = (
         lambda: driver.cuInit(0),
         lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: driver.cuDeviceGetName(name, len(name), device),
+        lambda: driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device),
+        lambda: driver.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device),
         lambda: driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
         lambda: driver.cuCtxSetCurrent(context),
         lambda: driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
@@ -102,7 +110,14 @@ def cuda_memory() -> DeviceMemory | None:
     is_known = all(call() == 0 for call in calls)
     if context:
         driver.cuDevicePrimaryCtxRelease_v2(device)
-    return DeviceMemory(total_bytes=total.value, free_bytes=free.value) if is_known else None
+    if not is_known:
+        return None
+    return DeviceMemory(
+        total_bytes=total.value,
+        free_bytes=free.value,
+        name=name.value.decode(errors="replace"),
+        capability=(major.value, minor.value),
+    )
 
 
 def choose_dtype(asked: str, model_config: Mapping[str, Any], device: str = "cpu") -> str:
@@ -281,7 +296,7 @@ def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int, d
     """Tokens whose KV the budget holds; refuses a budget that not even the smallest chunk fits."""
     if device == "cuda":
         # Pages of a GPU are all taken at load, so room for the largest chunk is kept beside them.
-        chunk = config.chunk_size or config.max_chunk_size
+        chunk = config.chunk_size or config.most_auto_tokens
         capacity = memory.kv_capacity(budget_bytes=budget_bytes, chunk=chunk)
         if capacity >= chunk:
             return capacity
@@ -310,6 +325,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
     gpu = None if config.device == "cpu" else cuda_memory()
     device = require_device(config.device, has_cuda=gpu is not None)
+    config = config.on_device(device)
     files = resolve(model, weights=False)
     lane = pick_lane(files.config, config.lane)
     require_plain_weights(config, lane)

@@ -65,6 +65,7 @@ def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:
     """`config` is the config.json of a native architecture; the tokenizer knows one word, so prompts are token ids."""
     asked = load_config(settings)
     device = torch.device(require_device(asked.device, has_cuda=torch.cuda.is_available()))
+    asked = asked.on_device(device.type)
     prepare_process(asked)
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:

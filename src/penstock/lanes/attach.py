@@ -219,7 +219,7 @@ def _require_exact(model: Any, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, *, nu
 
 def _largest_chunk_size(chunk_size: int | None, memory: str | int | None) -> int:
     if chunk_size is None:
-        return DEFAULT_CHUNK_SIZE if memory is None else EngineConfig().max_chunk_size
+        return DEFAULT_CHUNK_SIZE if memory is None else EngineConfig().most_auto_tokens
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise InvalidSetting(f"chunk_size is {chunk_size!r}; it must be a whole number of at least 1.")
     return chunk_size

@@ -109,6 +109,7 @@ class _Dry:
     """Takes attention's place without attending."""
 
     name = "recording"
+    failure = None
 
     def __init__(self, attention: PiecewiseAttention, size: int) -> None:
         self._attention = attention

@@ -99,7 +99,7 @@ def plan_prompt(
 def chunk_upper_bound(config: EngineConfig, prompt_tokens: int) -> int:
     if config.chunk_size == 0:
         return max(1, prompt_tokens)
-    return config.chunk_size or config.max_chunk_size
+    return config.chunk_size or config.most_auto_tokens
 
 
 def _adjustments(
