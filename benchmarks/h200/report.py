@@ -85,7 +85,7 @@ def _lines(last: dict[str, Any]) -> Iterator[str]:
     full = theirs["8192"]
     yield f"Commit {last['commit']}, one {ours['device']}, both engines one after the other on one machine."
     yield ""
-    yield "| work | Penstock | vLLM 0.24.0 | vLLM / Penstock | limit |"
+    yield f"| work | Penstock | vLLM {full['version']} | vLLM / Penstock | limit |"
     yield "|---|---|---|---|---|"
     for key, name in TIMES.items():
         if key not in ours or key not in full:
@@ -150,7 +150,7 @@ def _draw(last: dict[str, Any]) -> None:
     figure, axis = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
     for name, points, color, marker in (
         ("Penstock, by latency target", ours, "#1f6f8b", "o"),
-        ("vLLM 0.24.0, by tokens per step", theirs, "#b3432b", "s"),
+        (f"vLLM {last['vllm']['8192']['version']}, by tokens per step", theirs, "#b3432b", "s"),
     ):
         ordered = sorted(points.items(), key=lambda item: item[1]["itl_p99"])
         gaps, firsts = [p["itl_p99"] * 1e3 for _, p in ordered], [p["ttft"] for _, p in ordered]

@@ -82,7 +82,7 @@ class EngineConfig:
     priority: PrefillPriority = PrefillPriority.INTERLEAVED
     latency_target_ms: float | None = None  # None: steps are as large as the chunk size allows
     floor: int = 16  # prompt tokens that a step carries even where the target is missed
-    max_waiting: int | None = None  # requests in the queue; None: no limit
+    max_waiting: int | None = None  # requests that wait for others to end; None: no limit
     max_waiting_tokens: int | None = None
     prefix_cache: bool = True
     max_checkpoints: int = 32  # of recurrent state, for prefixes that come again

@@ -11,6 +11,7 @@ from penstock.errors import InvalidSetting
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
 Pooling = Literal["mean", "last"]
+LEAST_TEMPERATURE = 1e-4  # logits that are divided by less leave what a float holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +62,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100")
+        is_warm = LEAST_TEMPERATURE <= self.temperature <= 100
+        _require("temperature", self.temperature, self.temperature == 0 or is_warm, "0 (greedy), or 0.0001 to 100")
         _require("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or left out")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
-        _require(
-            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "above 0, at most 10"
-        )
+        _require("repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 10, "0.01 to 10")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(name, value, -2 <= value <= 2, "-2 to 2")

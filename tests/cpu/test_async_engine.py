@@ -1,6 +1,7 @@
 """Many tasks, one step loop: cancellation, back-pressure, shutdown."""
 
 import asyncio
+import threading
 
 import pytest
 from tiny_models import prompt
@@ -157,3 +158,102 @@ def test_closing_without_draining_ends_what_runs(load):
     output = run(scenario())
     assert output.finish_reason == "abort"
     assert len(output.token_ids) < 900
+
+
+def test_a_reader_whose_event_loop_was_closed_takes_nobody_with_it(load):
+    inner = load(chunk_size=16)
+    is_in_step, may_go_on = threading.Event(), threading.Event()
+    inner.on_plan = lambda plan: (is_in_step.set(), may_go_on.wait(60))
+
+    async def leave():
+        engine = AsyncEngine(inner)
+        left = asyncio.create_task(engine.generate(prompt(60), max_tokens=900, ignore_eos=True))
+        await asyncio.to_thread(is_in_step.wait)
+        assert not left.done()
+        return engine
+
+    async def come(engine):
+        output = await engine.generate(prompt(5), max_tokens=2, ignore_eos=True)
+        held = await engine.call(lambda e: (e.scheduler.pool.num_held, dict(e._active)))
+        await engine.close()
+        return len(output.token_ids), held
+
+    engine = run(leave())
+    may_go_on.set()
+    assert run(come(engine)) == (2, (0, {}))
+
+
+def test_a_request_at_rest_is_ended_when_the_event_loop_of_its_reader_is_closed(load):
+    engine = AsyncEngine(load(chunk_size=16, context=4000))
+    loop = asyncio.new_event_loop()
+    stream = engine.stream(prompt(20), max_tokens=3000, ignore_eos=True)
+    loop.run_until_complete(at_rest(engine, stream))
+    loop.close()  # nobody cancels the stream
+    run(engine.close())
+    assert not engine.engine.scheduler.has_work
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_waits_is_told_when_the_step_thread_ends_by_an_error(load):
+    inner = load(chunk_size=16)
+
+    def end_the_thread(plan, result):
+        raise SystemExit("of a watcher")
+
+    async def scenario():
+        engine = AsyncEngine(inner)
+        inner.on_step = end_the_thread
+        for _ in range(2):
+            with pytest.raises(EngineClosed, match=r"broken down: .*of a watcher"):
+                await engine.generate(prompt(5), max_tokens=2)
+        with pytest.raises(EngineClosed, match="broken down"):
+            await engine.call(lambda e: e.lane)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_closing_without_draining_ends_requests_whose_readers_rest(load):
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16, context=4000))
+        stream = engine.stream(prompt(20), max_tokens=3000, ignore_eos=True)
+        await at_rest(engine, stream)
+        await asyncio.wait_for(engine.close(drain=False), timeout=10)
+        return [event async for event in stream]
+
+    assert run(scenario())[-1].output.finish_reason == "abort"
+
+
+def test_closing_finishes_requests_whose_readers_rest_once_they_read_on(load):
+    async def scenario():
+        engine = AsyncEngine(load(chunk_size=16, context=4000))
+        stream = engine.stream(prompt(20), max_tokens=MOST_UNREAD + 300, ignore_eos=True)
+        await at_rest(engine, stream)
+        closing = asyncio.create_task(engine.close())
+        events = [event async for event in stream]
+        await closing
+        return events
+
+    assert len(run(scenario())[-1].output.token_ids) == MOST_UNREAD + 300
+
+
+def test_a_deadline_ends_a_request_at_rest_when_nothing_else_runs(load):
+    async def scenario():
+        engine = AsyncEngine(inner := load(chunk_size=16, context=4000))
+        stream = engine.stream(prompt(20), max_tokens=3000, ignore_eos=True, deadline_s=2.0)
+        await at_rest(engine, stream)
+        while inner.scheduler.has_work:
+            await asyncio.sleep(0.02)
+        num_held = inner.scheduler.pool.num_held
+        events = [event async for event in stream]
+        await engine.close()
+        return num_held, events[-1].output.finish_reason
+
+    assert run(asyncio.wait_for(scenario(), timeout=20)) == (0, "deadline")
+
+
+async def at_rest(engine, stream):
+    """Its reader takes one event and no more, until the request rests."""
+    await anext(stream)
+    while not all(sequence.is_paused for sequence in list(engine.engine.scheduler.sequences.values())):
+        await asyncio.sleep(0.01)

@@ -1,5 +1,6 @@
 """A step that the system refuses memory for is run again at half its size, and nothing is lost."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from tiny_models import VOCABULARY, prompt, save_tiny_model, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from penstock.config import load_config
 from penstock.engine.engine import Engine
+from penstock.engine.loading import load_model
+from penstock.errors import MemoryTooSmall
 from penstock.lanes.lane import GENERIC_TEXT
 from penstock.request import Failed, Finished
 
@@ -23,6 +27,7 @@ READER = """
 import json, re, resource, sys
 from pathlib import Path
 from penstock.engine.engine import Engine
+from penstock.errors import MemoryTooSmall
 from penstock.errors import PenstockError
 
 folder, settings, tokens, spare_mb = json.load(sys.stdin)
@@ -158,7 +163,7 @@ def test_a_strict_refusal_of_a_step_that_did_not_fit_spares_the_answers_in_it(lo
 def test_a_step_that_never_fits_leaves_no_limit_behind(load):
     engine = load(chunk_size=64)
     sizes = failing(engine, lambda call, _: call <= 7)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(MemoryTooSmall, match="No memory was left"):
         engine.generate(prompt(100), max_tokens=4)
     assert sizes == [64, 32, 16, 8, 4, 2, 1]
     assert (engine.scheduler.budget.most, engine.adjustments) == (0, [])
@@ -193,3 +198,43 @@ def test_the_plan_knows_of_a_step_that_did_not_fit(load):
     plan = engine.plan(100)
     assert plan.chunk_size == 32
     assert "32 prompt tokens" in plan.adjustments[0]
+
+
+def test_a_prompt_for_which_there_is_no_memory_at_all_ends_alone(load_any):
+    engine = load_any("llama", chunk_size=64)
+    expected = engine.generate(prompt(30), max_tokens=40, ignore_eos=True).token_ids
+    writing = engine.submit(prompt(30), max_tokens=40, ignore_eos=True)
+    for _ in range(5):
+        engine.step()
+    failing(engine, lambda _, num_tokens: num_tokens > 1)  # whatever comes beside the one that writes
+    doomed = engine.submit(prompt(200, seed=5), max_tokens=4)
+    failed, finished = {}, {}
+    while engine.scheduler.has_work:
+        for event in engine.step():
+            if isinstance(event, Failed):
+                failed[event.request_id] = event.error
+            elif isinstance(event, Finished):
+                finished[event.request_id] = event.output
+    assert list(failed) == [doomed]
+    assert "Raise --memory" in str(failed[doomed])
+    assert finished[writing].token_ids == expected
+    assert engine.scheduler.budget.most == 0  # what did not help is taken back
+
+
+def test_an_answer_that_is_read_again_is_halved_too(tmp_path):
+    """A preemption lost it, so its tokens are read like a prompt's, though they are none."""
+    save_tiny_model("llama", tmp_path)
+    settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "prefix_cache": False}
+    config = load_config(settings)
+    loaded = load_model(str(tmp_path), config)
+    requests = [(prompt(4, seed=seed), {"max_tokens": 150, "ignore_eos": True}) for seed in (1, 2)]
+    with Engine(loaded, config) as engine:
+        expected = [engine.generate(tokens, **sampling).token_ids for tokens, sampling in requests]
+    with Engine(dataclasses.replace(load_model(str(tmp_path), config), num_blocks=16), config) as engine:
+        calls = failing(engine, lambda _, num_tokens: num_tokens > 40)
+        ids = [engine.submit(tokens, **sampling) for tokens, sampling in requests]
+        finished = {}
+        while engine.scheduler.has_work:
+            finished |= {event.request_id: event.output for event in engine.step() if isinstance(event, Finished)}
+        assert max(calls) > 40, "nothing was read again"
+        assert [finished[request_id].token_ids for request_id in ids] == expected

@@ -3,10 +3,17 @@
 import json
 
 import pytest
+import torch
 from tiny_models import prompt
 
+from penstock.engine.active import Active
 from penstock.engine.engine import Engine
+from penstock.engine.held_memory import HeldMemory
+from penstock.engine.sampler import Sampler
+from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, UnsupportedModel
+from penstock.prompt.detokenizer import Detokenizer
+from penstock.request import Request, SamplingParams
 
 
 def test_a_bias_makes_a_token_certain_or_impossible(load):
@@ -54,3 +61,34 @@ def test_an_answer_matches_its_schema_and_a_bad_schema_is_refused():
         assert output.finish_reason == "stop"
         with pytest.raises(InvalidSetting, match="schema"):
             engine.generate(messages, grammar=json.dumps({"grammars": [{"json_schema": {"type": "nonsense"}}]}))
+
+
+def test_extreme_settings_are_refused_or_draw_the_likeliest(load):
+    engine = load()
+    likeliest = engine.generate(prompt(20), max_tokens=6, ignore_eos=True).token_ids
+    for extreme in ({"temperature": 1e-4}, {"temperature": 1.0, "top_p": 1e-46}):
+        assert engine.generate(prompt(20), max_tokens=6, ignore_eos=True, seed=1, **extreme).token_ids == likeliest
+    for wrong in ({"temperature": 1e-40}, {"temperature": float("nan")}, {"repetition_penalty": 1e-40}):
+        with pytest.raises(InvalidSetting, match=next(iter(wrong))):
+            engine.generate(prompt(20), **wrong)
+
+
+def test_a_stop_string_that_comes_with_the_last_text_is_a_stop():
+    """A letter of two bytes is known to be whole when the answer ends, if the tokenizer cannot say so before."""
+    bytes_of = {1: b"a", 2: b"\xc3", 3: b"\xa9"}
+    params = SamplingParams(max_tokens=3, stop=("\u00e9",))
+    active = Active(
+        request=Request(id=0, prompt=(1,), sampling=params, arrived_at=0),
+        feed=None,
+        sampler=Sampler(params),
+        detokenizer=Detokenizer(
+            decode=lambda ids: b"".join(bytes_of[token] for token in ids).decode(errors="replace"),
+            token={1: "a", 2: "<0xC3>", 3: "<0xA9>"}.get,
+            by_token=True,
+        ),
+        stop=StopText(params.stop),
+        held=HeldMemory(torch.device("cpu"), 0),
+    )
+    choices = [active.choose(token, None, is_end=False, is_full=False) for token in (1, 2, 3)]
+    assert "".join(active.text) == "a"
+    assert [choice.finish for choice in choices] == [None, None, "stop"]

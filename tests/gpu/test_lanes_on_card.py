@@ -14,19 +14,27 @@ from logit_recorder import LogitRecorder
 from tiny_generic import MUST_SHOW, save_causal_model
 from tiny_models import prompt, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
-from tiny_vision_models import gemma3_processor, idefics3_processor, llava_processor, pictures, tiny_vision_model
+from tiny_vision_models import (
+    KINDS,
+    PROCESSORS,
+    TEXT,
+    TensorProcessor,
+    pictures,
+    plain_inputs,
+    save_tiny_vision_model,
+    tiny_vision_model,
+)
 
 from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
 from penstock.engine.engine import Engine
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, NATIVE_MULTIMODAL
+from penstock.lanes.media_processor import MediaProcessor
 
 TOLERANCE = 1e-4
 NUM_GENERATED = 16
 PROMPT = prompt(150)
-TEXT = "w1 w2 <image> w3 w4 w5 <image> w6 w7 w8 w9"
-PROCESSORS = {"llava": llava_processor, "gemma3": gemma3_processor, "idefics3": idefics3_processor}
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +42,11 @@ def own_verdicts(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def read(folder, asked, **settings):
+def read(folder, asked, processor=None, **settings):
     """(logits of each generated token, output) of a greedy run that ignores the end token."""
     with Engine.load(str(folder), **({"dtype": "float32", "memory": "4GiB", "threads": 4} | settings)) as engine:
+        if processor is not None:
+            engine.model.lane.processor = processor
         recorder = LogitRecorder(engine)
         output = engine.generate(**asked, max_tokens=NUM_GENERATED, ignore_eos=True)
         return recorder.all.cpu(), output
@@ -129,6 +139,15 @@ def test_images(name, lane, tmp_path):
     save_tokenizer(tmp_path)
     PROCESSORS[name]().save_pretrained(tmp_path)
     assert_equal_on_card(tmp_path, {"prompt": TEXT, "images": pictures(2)}, (0, 7), lane=lane)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in PROCESSORS])
+def test_images_of_models_whose_processors_need_more_libraries(name, tmp_path):
+    """Among them those whose tokens have positions on several axes."""
+    model = save_tiny_vision_model(name, tmp_path)
+    processor = MediaProcessor(TensorProcessor(plain_inputs(name, model)))
+    asked = {"prompt": TEXT, "images": pictures(2)}
+    assert_equal_on_card(tmp_path, asked, (0, 7), lane=NATIVE_MULTIMODAL, processor=processor)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

@@ -11,7 +11,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from tiny_generic import MUST_SHOW
 from tiny_models import prompt
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
@@ -45,6 +45,38 @@ def packed_model(model, *, joins=True):
     )
     attention = CudaAttention(storage, BLOCK_SIZE, num_heads=calls[0].num_heads)
     return PackedModel(model, signature, attention, num_calls=len(calls), joins=joins)
+
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("glm", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}),  # half of each head is rotated
+        ("stablelm", {"num_key_value_heads": 2}),
+        ("gpt_neox", {}),  # one product gives queries, keys and values of a head beside each other
+    ],
+)
+def test_keys_and_values_may_lie_in_memory_in_any_way(name, more):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, **more), dtype=torch.float32)
+    model = model.eval().to(DEVICE)
+    prompts = [[token % SIZES["vocab_size"] for token in tokens] for tokens in PROMPTS]
+    with torch.inference_mode():
+        expected = torch.cat([model(torch.tensor([tokens], device=DEVICE)).logits[0, -1:] for tokens in prompts])
+        packed = packed_model(model)
+        packed.run(step_inputs(prompts, [(0, len(tokens) // 2) for tokens in prompts], DEVICE))
+        found = packed.run(step_inputs(prompts, [(len(tokens) // 2, len(tokens)) for tokens in prompts], DEVICE))
+    last_rows = torch.tensor([len(tokens) - len(tokens) // 2 for tokens in prompts]).cumsum(0) - 1
+    assert (found[last_rows.to(DEVICE)] - expected).abs().max() <= 1e-5
 
 
 def with_graphs(packed, max_rows=4):

@@ -8,8 +8,8 @@ from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import InvalidSetting, PromptTooLong, QueueFull
-from penstock.request import Request, SamplingParams, Span, StepResult
-from penstock.schedule.budget import POLICIES, StepCost, TokenBudget
+from penstock.request import Request, SamplingParams, SourceReading, Span, StepResult
+from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepCost, TokenBudget
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 
 BLOCK = 4
@@ -46,6 +46,19 @@ def make_request(request_id, prompt, *, sampling=None, **values):
     return Request(
         id=request_id, prompt=tuple(prompt), sampling=SamplingParams(**sampling or {}), arrived_at=0.0, **values
     )
+
+
+def feed(scheduler, prompts):
+    """Streamed prompts are read as the engine reads them: as far as the next chunk may go, and one token further.
+
+    That chunk may have a size of their own: here the scheduler's, or up to a block more.
+    """
+    for sequence in scheduler.sequences.values():
+        num_ahead = max(scheduler.budget.ceiling, BLOCK) + 1 + sequence.id % BLOCK
+        known, end = len(sequence.tokens), sequence.num_scheduled + num_ahead
+        if not sequence.prompt_is_complete and not sequence.is_leaving and end > known:
+            prompt = prompts[sequence.id]
+            scheduler.extend_prompt(sequence.id, prompt[known:end], is_last=end >= len(prompt))
 
 
 def next_token(tokens):
@@ -133,14 +146,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         length=st.integers(1, 30),
         num_generated=st.integers(1, 9),
         priority=st.integers(0, 2),
+        is_streamed=st.booleans(),
     )
-    def submit(self, seed, length, num_generated, priority):
+    def submit(self, seed, length, num_generated, priority, is_streamed):
         request_id = len(self.prompts)
         self.prompts[request_id] = [seed * 100 + i for i in range(length)]
         self.lengths[request_id] = num_generated
         ends = [(0, 5), (5, 17), (20, 30)][seed:] if self.has_spans else []
         spans = tuple(Span(start=start, end=min(end, length)) for start, end in ends if start < length)
-        self.scheduler.submit(make_request(request_id, self.prompts[request_id], priority=priority, atomic_spans=spans))
+        is_streamed = is_streamed and not self.has_spans  # the spans of a stream would not be known
+        self.scheduler.submit(
+            make_request(
+                request_id,
+                () if is_streamed else self.prompts[request_id],
+                priority=priority,
+                atomic_spans=spans,
+                prompt_is_complete=not is_streamed,
+            )
+        )
 
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data())
@@ -222,6 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request_id not in self.scheduler.sequences
 
     @invariant()
+    def streams_are_read_ahead(self):
+        feed(self.scheduler, self.prompts)
+
+    @invariant()
     def the_pool_is_intact(self):
         self.scheduler.check()
 
@@ -229,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.scheduler.has_work:
                 break
+            feed(self.scheduler, self.prompts)
             run_step(self.scheduler, self.lengths, self.outputs, self.states)
         assert not self.scheduler.has_work, "a request never ended"
         self.scheduler.check()
@@ -265,19 +293,22 @@ class AheadMachine(RuleBasedStateMachine):
         num_generated=st.integers(1, 9),
         is_length_known=st.booleans(),
         priority=st.integers(0, 2),
+        is_streamed=st.booleans(),
     )
-    def submit(self, seed, length, num_generated, is_length_known, priority):
+    def submit(self, seed, length, num_generated, is_length_known, priority, is_streamed):
         """An answer ends by its length, which the scheduler sees coming, or by a token, which nobody does."""
         request_id = len(self.prompts)
         self.prompts[request_id] = [seed * 100 + i for i in range(length)]
         self.lengths[request_id] = num_generated
         sampling = {"max_tokens": num_generated if is_length_known else 100}
-        self.scheduler.submit(make_request(request_id, self.prompts[request_id], sampling=sampling, priority=priority))
+        values = {"sampling": sampling, "priority": priority, "prompt_is_complete": not is_streamed}
+        self.scheduler.submit(make_request(request_id, () if is_streamed else self.prompts[request_id], **values))
 
     @rule()
     def plan(self):
         if len(self.flights) == 2:
             self.land()
+        feed(self.scheduler, self.prompts)
         plan = self.scheduler.next_step()
         if plan is None:
             assert self.flights or not self.scheduler.has_work, "work was there and nothing was planned"
@@ -410,6 +441,19 @@ def test_no_step_is_planned_ahead_of_a_token_that_the_host_must_choose(values):
     assert scheduler.next_step() is None
 
 
+def test_no_step_is_planned_ahead_where_a_failure_restarts_what_is_in_flight():
+    scheduler = make_scheduler(chunk_size=8, prefix=False, restarts_after_failure=True)
+    scheduler.submit(make_request(0, range(20)))
+    first = scheduler.next_step()
+    held = list(scheduler.sequences[0].block_ids)
+    if (second := scheduler.next_step()) is not None:
+        scheduler.fail(second.step)
+    assert scheduler.sequences[0].block_ids == held, "blocks in flight were given away"
+    scheduler.apply(StepResult(step=first.step, token_by_sequence={}, finished={}, elapsed_s=0.01, peak_bytes=0))
+    outputs, _ = run_all(scheduler, {0: 2})
+    assert outputs[0] == expected_output(range(20), 2)
+
+
 def run_all(scheduler, lengths):
     outputs, plans = {}, []
     while scheduler.has_work:
@@ -532,6 +576,47 @@ def test_a_streamed_prompt_is_computed_as_it_is_read():
     assert outputs[0] == expected_output(range(12), 2)
 
 
+@pytest.mark.parametrize(
+    ("num_computed", "values", "num_cached"),
+    [
+        (30, {}, 16),
+        (30, {"overlap": 3}, 16),
+        (9, {"num_checkpoints": 5}, 0),  # the only checkpoint lies behind all that is known
+    ],
+)
+def test_a_streamed_prompt_that_is_cached_still_computes_some_of_what_was_read(num_computed, values, num_cached):
+    scheduler = make_scheduler(chunk_size=8, **values)
+    scheduler.submit(make_request(0, range(num_computed)))
+    run_all(scheduler, {0: 1})
+    sequence = scheduler.submit(make_request(BLOCK, (), prompt_is_complete=False))
+    outputs = {}
+    while scheduler.has_work:
+        feed(scheduler, {BLOCK: range(30)})
+        assert run_step(scheduler, {BLOCK: 3}, outputs) is not None, "the stream stalls"
+    assert outputs[BLOCK] == expected_output(range(30), 3)
+    assert sequence.num_cached == num_cached
+
+
+def test_the_memory_is_asked_for_the_longest_context_of_the_step():
+    asked = []
+
+    def fits(start, resident, wanted):
+        asked.append(start)
+        return wanted
+
+    scheduler = make_scheduler(chunk_size=16, fits=fits)
+    scheduler.submit(make_request(0, range(40)))
+    lengths, outputs = {0: 9, 1: 1, 2: 1}, {}
+    while 0 not in outputs:
+        run_step(scheduler, lengths, outputs)
+    scheduler.submit(make_request(1, range(100, 105)))
+    scheduler.submit(make_request(2, range(200, 206)))
+    asked.clear()
+    plan = run_step(scheduler, lengths, outputs)
+    assert {c.sequence_id: c.num_tokens for c in plan.chunks} == {0: 1, 1: 5, 2: 6}
+    assert set(asked) == {40}
+
+
 def test_the_chunk_shrinks_with_the_memory_that_is_left():
     scheduler = make_scheduler(chunk_size=16, fits=lambda start, resident, wanted: min(wanted, max(1, 16 - start // 4)))
     scheduler.submit(make_request(0, range(60)))
@@ -629,6 +714,26 @@ def test_interleaved_sizes_the_chunk_by_the_target_but_never_below_the_floor():
     assert shares([run_step(scheduler, lengths, outputs)]) == [(5, 16)]
 
 
+def test_prompts_that_share_a_step_without_decodes_share_its_time():
+    """Of a machine that reads 300 tokens a second: the document fills what the question leaves, and no more."""
+    cost, target = StepCost((0.01, 1 / 300, 1e-8, 1e-7, 1e-7)), 0.05
+    scheduler = make_scheduler(
+        num_blocks=16_384, chunk_size=1024, target=target, cost=cost, floor=16, max_context=60_000
+    )
+    scheduler.submit(make_request(0, range(20_000)))
+    lengths, outputs = {0: 5, 1: 5}, {}
+    alone = [run_step(scheduler, lengths, outputs) for _ in range(3)][-1]
+    scheduler.submit(make_request(1, range(30_000, 30_020)))
+    shared = run_step(scheduler, lengths, outputs)
+    assert [c.sequence_id for c in shared.chunks] == [1, 0]
+    for plan in (alone, shared):
+        assert 2 * target < plan.predicted_s <= STRETCH_WITHOUT_DECODES * target
+    scheduler.abort(1)
+    scheduler.submit(make_request(2, range(40_000, 40_005)))
+    scheduler.budget.target_s = 1e-6
+    assert shares([run_step(scheduler, {2: 1}, outputs)]) == [(0, 5)]  # the floor is the step's, not each prompt's
+
+
 def test_decode_priority_without_a_target_waits_for_the_decodes_up_to_its_bound():
     scheduler, lengths, outputs = with_decodes(3, priority=PrefillPriority.DECODE_PRIORITY, floor=16)
     scheduler.submit(make_request(10, range(640)))
@@ -679,6 +784,85 @@ def test_a_long_document_is_not_starved_by_a_flood_of_short_questions():
     assert num_steps > num_tokens / 64, "the questions never went first"
 
 
+def in_one_piece(kind, num_tokens, **values):
+    """(limits, request 0) of a prompt that takes all its blocks with its first chunk."""
+    limits = {"reads_whole": True} if kind == "whole" else {}
+    if kind == "span":
+        values["atomic_spans"] = (Span(start=0, end=num_tokens),)
+    if kind == "source":
+        values["source"] = SourceReading(num_tokens=num_tokens, num_passes=1)
+    return limits, make_request(0, range(num_tokens + (kind == "source")), **values)
+
+
+class ShortStreams:
+    """Always so many short requests, the next as soon as one ends: they hold a part of the blocks between them."""
+
+    def __init__(self, scheduler, num_present):
+        self.scheduler, self.num_present = scheduler, num_present
+        self.lengths, self.outputs, self.num_submitted = {0: 1}, {}, 0
+
+    def step(self):
+        num_missing = self.num_present - sum(request_id > 0 for request_id in self.scheduler.sequences)
+        for _ in range(num_missing):
+            self.num_submitted += 1
+            self.lengths[self.num_submitted] = 8 + self.num_submitted * 7 % 33
+            self.scheduler.submit(make_request(self.num_submitted, [self.num_submitted] * 8))
+        return run_step(self.scheduler, self.lengths, self.outputs)
+
+    def num_served(self):
+        return sum(len(output) == self.lengths[request_id] for request_id, output in self.outputs.items())
+
+
+@pytest.mark.parametrize("kind", ["whole", "span", "source"])
+def test_what_is_read_in_one_piece_is_not_starved_by_a_flood_of_short_questions(kind):
+    limits, request = in_one_piece(kind, 320)
+    scheduler = make_scheduler(num_blocks=100, chunk_size=64, prefix=False, max_running=64, **limits)
+    streams = ShortStreams(scheduler, 12)
+    for _ in range(20):
+        streams.step()
+    scheduler.submit(request)
+    num_steps = 0
+    while 0 in scheduler.sequences:
+        num_steps += 1
+        streams.step()
+        assert num_steps < 200, "it starves"
+    num_served = streams.num_served()
+    for _ in range(100):
+        streams.step()
+    assert streams.num_served() > num_served + 12
+
+
+@pytest.mark.parametrize("ending", ["abort", "pause", "deadline"])
+def test_others_join_again_when_what_lacks_blocks_does_not_wait_for_them_any_more(ending):
+    limits, request = in_one_piece("whole", 320, deadline_at=10.0)
+    scheduler = make_scheduler(num_blocks=100, chunk_size=64, prefix=False, max_running=64, **limits)
+    scheduler.submit(make_request(1, range(100)))
+    lengths, outputs = {0: 1, 1: FOREVER, 2: 1}, {}
+    run_step(scheduler, lengths, outputs)
+    scheduler.submit(request)
+    scheduler.submit(make_request(2, range(400, 404), priority=1))
+    assert [c.sequence_id for c in run_step(scheduler, lengths, outputs).chunks] == [1], "the case that this is about"
+    if ending == "abort":
+        scheduler.abort(0)
+    elif ending == "pause":
+        scheduler.pause(0, is_paused=True)
+    else:
+        scheduler.expire(10.0)
+    assert [c.sequence_id for c in run_step(scheduler, lengths, outputs).chunks] == [1, 2]
+
+
+def test_a_prompt_that_can_be_cut_keeps_nobody_from_joining():
+    scheduler = make_scheduler(num_blocks=100, chunk_size=64, prefix=False, max_running=64)
+    streams = ShortStreams(scheduler, 12)
+    for _ in range(20):
+        streams.step()
+    scheduler.submit(make_request(0, range(320)))
+    joined = []
+    while scheduler.sequences[0].num_computed < 256:
+        joined += streams.step().admitted
+    assert any(request_id > 0 for request_id in joined)
+
+
 def test_a_request_of_higher_priority_goes_first():
     scheduler = make_scheduler(chunk_size=8)
     scheduler.submit(make_request(0, range(16), priority=5))
@@ -724,6 +908,28 @@ def test_a_full_queue_refuses_with_a_hint():
     with pytest.raises(QueueFull, match="limit is 2"):
         scheduler.submit(make_request(4, range(5)))
     assert set(scheduler.sequences) == {0, 1, 3}
+
+
+def test_who_finds_a_free_place_does_not_wait():
+    scheduler = make_scheduler(max_running=4, max_waiting=2)
+    for request_id in range(6):
+        scheduler.submit(make_request(request_id, [request_id] * 5))
+    with pytest.raises(QueueFull, match="2 requests wait, the limit is 2"):
+        scheduler.submit(make_request(6, range(5)))
+    run_step(scheduler, dict.fromkeys(range(6), 9), {})
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        scheduler.submit(make_request(6, range(5)))
+    scheduler.abort(0)
+    scheduler.submit(make_request(6, range(5)))
+
+
+def test_a_place_without_a_block_is_not_free():
+    scheduler = make_scheduler(num_blocks=4, chunk_size=16, max_running=64, max_waiting=1)
+    scheduler.submit(make_request(0, range(15)))
+    run_step(scheduler, {0: 9}, {})
+    scheduler.submit(make_request(1, range(5)))
+    with pytest.raises(QueueFull, match="1 requests wait"):
+        scheduler.submit(make_request(2, range(5)))
 
 
 def test_tokens_that_are_announced_count_in_the_queue_before_they_come():

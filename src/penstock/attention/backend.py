@@ -75,7 +75,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """Cosines and sines of the step's positions."""
+    """Cosines and sines of the step's positions, row after row without gaps."""
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
@@ -129,7 +129,10 @@ class AttentionBackend(Protocol):
         rotation: Rotation | None,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """Norms and rotates queries and keys; keys and values go to the pages, the queries are returned."""
+        """Norms and rotates queries and keys; keys and values go to the pages, the queries are returned.
+
+        The three may lie in memory in any way: as views of one product, or transposed.
+        """
         ...
 
     def attend(

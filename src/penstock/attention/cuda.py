@@ -30,6 +30,7 @@ MAX_PARTIAL_BYTES = 64 * 2**20  # of the partial results of one launch
 ALIGNED_ITEMS = 4  # int32 numbers of 16 bytes
 TIMED_CHUNK, TIMED_CONTEXT, TIMED_RUNS = 2048, 8192, 4
 MOST_LETTERS = 200  # of another library's message
+HOPPER_SHARED_BYTES = 232_448
 PADDING = -1  # a tile or a slot that nothing is computed for
 
 _kernels: Any = triton_kernels  # a launch has no type that a checker knows
@@ -67,8 +68,13 @@ class StepLayout:
     wide: WideChunks | None = None  # those that the reader attends for
 
 
-def tile_shapes(group: int, head_size: int, dtype: torch.dtype) -> tuple[TileShape, TileShape]:
-    """(narrow, wide): for the few queries of a decode, which wait for memory, and for chunks, which wait for math."""
+def tile_shapes(
+    group: int, head_size: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> tuple[TileShape, TileShape]:
+    """(narrow, wide): for the few queries of a decode, which wait for memory, and for chunks, which wait for math.
+
+    `shared_bytes`: of a multiprocessor of the card, for one program.
+    """
     least_rows = max(LEAST_ROWS, _power_of_two(group))
     padded_size = max(LEAST_ROWS, _power_of_two(head_size))
     if dtype == torch.float32:  # strict float32 has no tensor cores; small tiles keep it in registers
@@ -80,10 +86,26 @@ def tile_shapes(group: int, head_size: int, dtype: torch.dtype) -> tuple[TileSha
     if padded_size > 128:
         narrow = TileShape(num_rows=least_rows, num_keys=32, num_warps=2, num_stages=2, programs=4)
         wide = TileShape(num_rows=max(128, least_rows), num_keys=64, num_warps=8, num_stages=2, programs=1)
-        return narrow, wide
-    narrow = TileShape(num_rows=least_rows, num_keys=64, num_warps=2, num_stages=3, programs=4)
-    wide = TileShape(num_rows=max(128, least_rows), num_keys=64, num_warps=4, num_stages=3, programs=2)
+    else:
+        narrow = TileShape(num_rows=least_rows, num_keys=64, num_warps=2, num_stages=3, programs=4)
+        wide = TileShape(num_rows=max(128, least_rows), num_keys=64, num_warps=4, num_stages=3, programs=2)
+    narrow, wide = (_fitting(shape, least_rows, padded_size, shared_bytes) for shape in (narrow, wide))
     return narrow, wide
+
+
+def _fitting(shape: TileShape, least_rows: int, head_size: int, shared_bytes: int) -> TileShape:
+    """The shape, or a smaller one where the card has less room for queries and the keys and values on their way."""
+    for num_rows, num_keys in ((64, 32), (32, 32), (16, 16)):
+        if _shared_bytes(shape, head_size) <= shared_bytes:
+            break
+        num_rows = max(least_rows, min(shape.num_rows, num_rows))
+        shape = TileShape(num_rows=num_rows, num_keys=num_keys, num_warps=4, num_stages=2, programs=1)
+    return shape
+
+
+def _shared_bytes(shape: TileShape, head_size: int) -> int:
+    """The most that compiling was seen to ask for: queries, and keys and values of every stage but a third."""
+    return 2 * head_size * (shape.num_rows + 2 * shape.num_keys * min(2, shape.num_stages))
 
 
 def num_splits(num_keys: np.ndarray, num_kv_heads: int, num_programs: int, largest: int) -> int:
@@ -101,10 +123,11 @@ class CudaAttention:
         self.group = num_heads // self.num_kv_heads
         self.device = keys.device
         self._padded_size = max(LEAST_ROWS, _power_of_two(self.head_size))
-        self._narrow, self._wide = tile_shapes(self.group, self.head_size, keys.dtype)
-        self.num_processors = 132
+        self.num_processors, shared_bytes = 132, HOPPER_SHARED_BYTES
         if self.device.type == "cuda":
-            self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            card = torch.cuda.get_device_properties(self.device)
+            self.num_processors, shared_bytes = card.multi_processor_count, card.shared_memory_per_block_optin
+        self._narrow, self._wide = tile_shapes(self.group, self.head_size, keys.dtype, shared_bytes)
         self._layout: StepLayout | None = None
         self._inputs: ForwardInputs | None = None  # of a step with images
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
@@ -221,8 +244,8 @@ class CudaAttention:
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         layout = self._current_layout()
-        if q_THD.stride(1) != self.head_size:  # beside the gates of its heads
-            q_THD = q_THD.contiguous()
+        assert rotation is None or (rotation.cos_T1R.is_contiguous() and rotation.sin_T1R.is_contiguous())
+        q_THD, k_TKD, v_TKD = (self._with_heads_together(x) for x in (q_THD, k_TKD, v_TKD))
         rotated_THD = self._place_of_queries(q_THD)
         num_half = 0 if rotation is None else rotation.cos_T1R.shape[-1]
         if norms is not None and 2 * num_half != self.head_size:  # the kernel norms what it rotates
@@ -286,6 +309,10 @@ class CudaAttention:
         if self._inputs is not None:
             pages = self.storage.keys[layer], self.storage.values[layer]
             attend_spans(self._inputs, self.block_size, pages, q_THD, out_THD, rule)
+
+    def _with_heads_together(self, x_THD: torch.Tensor) -> torch.Tensor:
+        """As the kernels read them: a token's heads follow each other; tokens may lie apart."""
+        return x_THD if x_THD.stride()[1:] == (self.head_size, 1) else x_THD.contiguous()
 
     def _place_of_queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         return torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)

@@ -101,7 +101,7 @@ class GpuBench:
         started_at = time.perf_counter()
         for prompt, count in zip(prompts, num_tokens, strict=True):
             self._submit(prompt, count)
-        while self.engine.scheduler.has_work:
+        while self.engine.has_work:
             self.engine.step()
         return time.perf_counter() - started_at
 
@@ -146,7 +146,7 @@ class GpuBench:
         long_id: int | None = None
         arrived_at = ttft = 0.0
         num_steps = 0
-        while engine.scheduler.has_work:
+        while engine.has_work:
             tokens = [event.request_id for event in engine.step() if isinstance(event, Token)]
             now = time.perf_counter()
             num_steps += 1
@@ -212,7 +212,7 @@ class GpuBench:
         for _ in range(num_warm):
             self.engine.step()
         kernels = kernel_times(self.engine, num_steps)
-        while self.engine.scheduler.has_work:
+        while self.engine.has_work:
             self.engine.step()
         self._report(f"profile of {name}", f"us per step, {num_steps} steps")
         for kernel in kernels[:16]:

@@ -187,7 +187,7 @@ def serve(
     ] = None,
     max_running: Annotated[int | None, typer.Option(help="Most requests served at once.")] = None,
     max_waiting: Annotated[
-        int | None, typer.Option(help="Most requests in the queue; more are answered with 429.")
+        int | None, typer.Option(help="Most requests that wait for others to end; more are answered with 429.")
     ] = None,
     max_waiting_tokens: Annotated[int | None, typer.Option(help="Most prompt tokens in the queue.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt that is taken.")] = None,

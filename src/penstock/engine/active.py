@@ -75,6 +75,7 @@ class Active:
             finish = "length"
         if finish is not None:
             text += self.stop.push(self.detokenizer.flush()) + self.stop.flush()
+            finish = "stop" if self.stop.is_stopped else finish
         self.token_ids.append(token)
         self.text.append(text)
         if logprob is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +17,8 @@ from penstock.request import Failed, Finished, Output
 
 # Events that a slow reader may leave unread before its request rests, and where it goes on.
 MOST_UNREAD, FEW_UNREAD = 256, 64
+# While every request rests: nobody calls when an event loop is closed.
+LONGEST_REST_S = 1.0
 
 
 class Follower:
@@ -73,9 +76,18 @@ class Follower:
     def num_unread(self) -> int:
         return self._events.qsize()
 
+    @property
+    def is_gone(self) -> bool:
+        """Its event loop is closed: nobody will read."""
+        return self._loop.is_closed()
+
     def put(self, event: Event | BaseException) -> None:
         """Called by the step thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:
+            if not self.is_gone:
+                raise
 
 
 class AsyncEngine:
@@ -88,7 +100,7 @@ class AsyncEngine:
         self._wakes = threading.Condition()
         self._is_closing = False
         self._is_draining = False
-        self._is_over = False  # calls are made no more
+        self._end: str | None = None  # why calls are made no more; None: they are
         self._thread = threading.Thread(target=self._run, name="penstock-steps", daemon=True)
         self._thread.start()
 
@@ -127,7 +139,7 @@ class AsyncEngine:
         """Refuses new requests, finishes what runs (or ends it, without `drain`), and gives the memory back."""
         with self._wakes:
             self._is_draining = True
-            self._is_closing = not drain
+            self._is_closing |= not drain
             self._wakes.notify()
         await asyncio.to_thread(self._thread.join)
 
@@ -138,15 +150,21 @@ class AsyncEngine:
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._wakes:
-            if self._is_over:
-                future.set_exception(EngineClosed("The engine is closed. Start it again."))
+            if self._end is not None:
+                future.set_exception(EngineClosed(self._end))
                 return future
             self._calls.append((function, future))
             self._wakes.notify()
         return future
 
     async def begin(self, follower: Follower, prompt: Prompt, settings: dict[str, Any]) -> int:
+        grammar = settings.get("grammar")
+        # A large one takes seconds, in which steps go on; kept here until the engine has found it.
+        _compiled = None if grammar is None else await asyncio.to_thread(self.engine.grammars.compiled, grammar)
+
         def submit() -> int:
+            if self._end is not None:
+                raise EngineClosed(self._end)
             if self._is_draining:
                 raise EngineClosed("The engine is shutting down and takes no more requests.")
             request_id = self.engine.submit(prompt, **settings)
@@ -167,7 +185,7 @@ class AsyncEngine:
     def post(self, function: Callable[[], Any]) -> None:
         """Runs `function` between two steps, after everything that was asked before; at once when no step comes."""
         with self._wakes:
-            is_over = self._is_over
+            is_over = self._end is not None
             if not is_over:
                 self._calls.append((function, Future()))
                 self._wakes.notify()
@@ -183,35 +201,59 @@ class AsyncEngine:
             self.engine.scheduler.pause(follower.paused.pop(), is_paused=False)
 
     def _run(self) -> None:
-        while self._wait_for_work():
+        end = "The engine is closed. Start it again."
+        try:
+            while self._wait_for_work():
+                self._make_calls()
+                self._advance()
+        except BaseException as error:
+            end = f"The engine has broken down: {error!r}. Start it again."
+            raise
+        finally:  # however it ended, nobody waits for this thread any more
+            with self._wakes:
+                self._end = end
             self._make_calls()
-            if self._is_closing:
-                for request_id in list(self._readers):
+            for reader in self._readers.values():
+                reader.put(EngineClosed(end))
+            self.engine.close()
+
+    def _advance(self) -> None:
+        try:
+            for request_id, reader in list(self._readers.items()):
+                if self._is_closing or reader.is_gone:
                     self.engine.abort(request_id)
-            try:
-                events = self.engine.step()
-            except Exception as error:  # the readers learn of it; the engine can go on
-                self._fail_all(error)
-                continue
-            for event in events:
-                self._hand_out(event)
-        with self._wakes:
-            self._is_over = True
-        self._make_calls()
-        self.engine.close()
+            events = self.engine.step()
+        except Exception as error:  # the readers learn of it; the engine can go on
+            self._fail_all(error)
+            return
+        for event in events:
+            self._hand_out(event)
 
     def _wait_for_work(self) -> bool:
         """Sleeps until there is something to do; False when closing and nothing is left."""
+        scheduler = self.engine.scheduler
         with self._wakes:
-            while not self._calls and not self._can_step():
-                if self._is_draining and not self.engine.scheduler.has_work:
+            while not self._calls:
+                if self._is_closing:  # what nobody follows is ended with the engine
+                    return scheduler.has_work and bool(self._readers)
+                if self._is_draining and not scheduler.has_work:
                     return False
-                # A paused request wakes us with a call; while draining, look again for one that has ended.
-                self._wakes.wait(timeout=0.05 if self._is_draining else None)
+                rest_s = self._rest_s()
+                if rest_s == 0:
+                    return True
+                self._wakes.wait(timeout=rest_s)
         return True
 
-    def _can_step(self) -> bool:
-        return any(not sequence.is_paused for sequence in self.engine.scheduler.sequences.values())
+    def _rest_s(self) -> float | None:
+        """How long nothing can be done unless somebody calls; None: for ever."""
+        sequences = self.engine.scheduler.sequences.values()
+        if not sequences:
+            return None
+        is_left = any(reader.is_gone for reader in self._readers.values())
+        if is_left or any(not sequence.is_paused for sequence in sequences):
+            return 0
+        deadlines = [s.request.deadline_at for s in sequences if s.request.deadline_at is not None]
+        return max(0, min([LONGEST_REST_S, *(deadline - time.perf_counter() for deadline in deadlines)]))
 
     def _make_calls(self) -> None:
         with self._wakes:

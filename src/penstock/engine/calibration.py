@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.attention.flashinfer import TILE_TOKENS
 from penstock.config import GPU_STEP_SIZES
+from penstock.errors import QueueFull
 from penstock.lanes.pieces import MOST_TOKENS
 from penstock.request import Failed
 from penstock.schedule.budget import StepCost, StepLoad, Waves
@@ -28,6 +29,7 @@ GPU_CHUNKS = (
     (49_152, (2048, 256, 1024, 512)),
 )
 GPU_DECODE_CONTEXT = 8192
+MOST_READ = 1024  # tokens of a step that is run for its first use alone
 
 
 class Calibration:
@@ -72,6 +74,8 @@ class Calibration:
             sizes = [size for size in GPU_STEP_SIZES if size <= ceiling or not ceiling]
             if self._engine.records_steps:
                 sizes = self._use_products([size for size in sizes if size > MOST_TOKENS])
+            else:  # all of it is read, and that takes time
+                sizes = [size for size in sizes if size <= MOST_READ]
             if sizes:
                 self._read(self._tokens(min(sum(sizes), self._scheduler.capacity - 1)), sizes)
 
@@ -92,7 +96,10 @@ class Calibration:
         self._scheduler.budget.ceiling = max(CHUNK_SIZES)
         lengths = [max(1, num_tokens // (i + 2)) for i in range(NUM_DECODES)]
         # Beginnings of the prompt that was read, so that the prefix cache has most of them.
-        self._engine.generate_batch([prompt[:length] for length in lengths], max_tokens=DECODE_STEPS, ignore_eos=True)
+        for length in lengths:
+            self._submit(prompt[:length], max_tokens=DECODE_STEPS, ignore_eos=True)
+        while self._scheduler.has_work:
+            self._step()
 
     def _read_far(self) -> None:
         last_context, last_chunks = GPU_CHUNKS[-1]
@@ -115,7 +122,7 @@ class Calibration:
         ids = []
         for index in range(NUM_DECODES):
             length = min(GPU_DECODE_CONTEXT // (index + 1), self._capacity // NUM_DECODES)
-            request_id = self._engine.submit(self._tokens(length), max_tokens=2 * (index + 1), ignore_eos=True)
+            request_id = self._submit(self._tokens(length), max_tokens=2 * (index + 1), ignore_eos=True)
             self._scheduler.skip(request_id, length - 1)
             ids.append(request_id)
         while any(request_id in self._scheduler.sequences for request_id in ids):
@@ -159,6 +166,16 @@ class Calibration:
                 return
             self._scheduler.budget.ceiling = chunk_size
             self._step()
+
+    def _submit(self, tokens: list[int], **sampling: Any) -> int:
+        """After steps that make room, where the engine lets fewer wait."""
+        while True:
+            try:
+                return self._engine.submit(tokens, **sampling)
+            except QueueFull:
+                if not self._scheduler.has_work:
+                    raise
+                self._step()
 
     def _step(self) -> None:
         for event in self._engine.step():

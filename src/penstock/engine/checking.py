@@ -13,7 +13,7 @@ from penstock.engine.loading import attention_backend, return_freed_memory
 from penstock.engine.planning import kept_verdict
 from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, SEQ2SEQ_SOURCE, LaneFacts
 from penstock.lanes.selfcheck import check_class
-from penstock.lanes.verdicts import Finding, Verdict, save_verdict, verdict_key
+from penstock.lanes.verdicts import Finding, Verdict, Way, save_verdict, verdict_key
 from penstock.models.files import ModelFiles
 from penstock.models.pretrained import causal_class, image_text_class, quiet_library, seq2seq_class
 from penstock.plan.machine import forget_peak
@@ -55,8 +55,7 @@ class Checks:
         with quiet_library():
             model_class, config = CLASS_BY_LANE[facts.id](files)
             verdict = check_class(model_class, config, device=device, make_attention=attention_backend)
-        return_freed_memory()
-        forget_peak()
+        _forget_check(device)
         checks = cls(files=files, facts=facts, dtype=dtype, device=device, verdict=verdict)
         checks.keep()
         return checks
@@ -70,6 +69,8 @@ class Checks:
         changes: dict[str, Any] = {part: found}
         if not found.exact:
             changes |= {"exact": False, "max_difference": found.max_difference, "reason": found.reason}
+            if self.verdict.way in (Way.PACKED, Way.PAGED):  # what failed is not used to read whole prompts either
+                changes["way"] = Way.OWN_CACHE
         checks = dataclasses.replace(self, verdict=self.verdict.model_copy(update=changes))
         checks.keep()
         return checks
@@ -79,8 +80,7 @@ class Checks:
         if not self.needs_real_weights or COPIES_OF_WEIGHTS * _weight_bytes(model) > free_bytes:
             return self
         checks = self.with_finding("real_weights", check())
-        return_freed_memory()
-        forget_peak()
+        _forget_check(self.device)
         return checks
 
     @property
@@ -94,6 +94,14 @@ class Checks:
         needed = COPIES_OF_WEIGHTS * _weight_bytes(model) / GIB
         skipped = f"the {self.dtype} weights were not compared with float32, which takes {needed:.1f} GiB of --memory"
         return dataclasses.replace(facts, reason=f"{facts.reason}; {skipped}")
+
+
+def _forget_check(device: torch.device) -> None:
+    """What a check took is no request's memory."""
+    return_freed_memory()
+    forget_peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _weight_bytes(model: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.step_memory import StepMemory
 from penstock.engine.stopping import StopText
-from penstock.errors import InvalidSetting
+from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.hf import GenericTextLane
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.native import NativeTextLane
@@ -35,6 +35,7 @@ from penstock.lanes.native_media import NativeMultimodalLane
 from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
 from penstock.request import (
+    Chunk,
     ChunkRecord,
     Failed,
     Finished,
@@ -233,6 +234,8 @@ class Engine:
 
     def events(self, request_id: int) -> Iterator[Event]:
         """What happens to a submitted request from now on, running steps as they are needed. Closing cancels it."""
+        if request_id not in self._active:
+            raise InvalidSetting(f"Request {request_id} has ended. Ask for its events before other steps are run.")
         mailbox = self._mailboxes[request_id] = deque()
         try:
             while True:
@@ -336,9 +339,13 @@ class Engine:
             except BaseException as error:
                 self._fail_step(plan)
                 del self.adjustments[num_adjustments:]
-                if not is_out_of_memory(error) or not self._halve(plan):
+                if not is_out_of_memory(error):
                     budget.most = most
                     raise
+                if not self._halve(plan):
+                    budget.most = most
+                    if not self._give_up_prompts(plan):
+                        raise
             else:
                 self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
                 return True
@@ -375,7 +382,7 @@ class Engine:
         Under --strict the prompts of the step are ended instead, and nobody else.
         """
         budget = self.scheduler.budget
-        prompts = [chunk for chunk in plan.chunks if chunk.is_prompt]
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prefill]
         num_tokens = sum(chunk.num_tokens for chunk in prompts)
         if num_tokens < 2 or self.lane.reads_whole or (budget.most and num_tokens > budget.most):
             return False
@@ -389,6 +396,14 @@ class Engine:
             f"at most {budget.most} prompt tokens in a step from now on: {num_tokens} did not fit into the memory"
         )
         return True
+
+    def _give_up_prompts(self, plan: StepPlan) -> bool:
+        """Ends the prompts of a step that cannot be smaller, so that those who write go on; False where it has none."""
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prefill]
+        for chunk in prompts:
+            message = f"No memory was left for the prompt's next tokens ({chunk.num_tokens}), and fewer cannot be read."
+            self.fail(chunk.sequence_id, MemoryTooSmall(f"{message} Raise --memory, or ask again when less runs."))
+        return bool(prompts)
 
     def _land(self) -> None:
         """Waits for the first step in flight, and takes what it gave."""
@@ -428,6 +443,11 @@ class Engine:
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would bring some request forward, or end one."""
+        return self.scheduler.has_work
+
     def warm_up(self) -> None:
         """Makes ahead of time what would be made in the middle of requests: recordings of a GPU's steps."""
         lane = self.native_lane or self.model.lane
@@ -460,31 +480,43 @@ class Engine:
         likeliest = logits.likeliest_tokens()
         chosen: dict[int, Choice] = {}
         for chunk in plan.chunks:
-            sequence = self.scheduler.sequences[chunk.sequence_id]
-            if sequence.is_leaving:
+            request_id = chunk.sequence_id
+            if self.scheduler.sequences[request_id].is_leaving:
                 continue
-            active = self._active[sequence.id]
-            rows = logits[sequence.id]
-            if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
-                active.note_prompt_logprobs(sequence.tokens, sequence.num_computed, rows)
-            if sequence.id in logits.pooled and not active.token_ids:
-                active.note_pooled(logits.pooled[sequence.id], is_first=sequence.num_computed == 0)
-            if chunk.wants_logits:
-                token = likeliest[sequence.id]
-                if not active.request.sampling.is_likeliest:
-                    prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
-                    token = active.sampler.sample(rows[-1], prompt, active.token_ids)
-                is_full = self._is_full(active, len(sequence.tokens) + 1)
-                logprob = active.sampler.logprob(rows[-1], token)
-                is_end = token in self.model.eos_ids
-                chosen[sequence.id] = active.choose(token, logprob, is_end=is_end, is_full=is_full)
+            try:
+                choice = self._choose_token(chunk, logits, likeliest)
+            except Exception as error:  # a sampler or a grammar that cannot go on ends its own request
+                self._emit(Failed(request_id=request_id, error=error))
+                self.scheduler.abort(request_id)
+                continue
+            if choice is not None:
+                chosen[request_id] = choice
         return chosen
+
+    def _choose_token(self, chunk: Chunk, logits: StepLogits, likeliest: Mapping[int, int]) -> Choice | None:
+        """None where the chunk is not the last of what is known."""
+        sequence = self.scheduler.sequences[chunk.sequence_id]
+        active, rows = self._active[sequence.id], logits[sequence.id]
+        if active.request.sampling.prompt_logprobs is not None and not active.token_ids:
+            active.note_prompt_logprobs(sequence.tokens, sequence.num_computed, rows)
+        if sequence.id in logits.pooled and not active.token_ids:
+            active.note_pooled(logits.pooled[sequence.id], is_first=sequence.num_computed == 0)
+        if not chunk.wants_logits:
+            return None
+        token = likeliest[sequence.id]
+        if not active.request.sampling.is_likeliest:
+            prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
+            token = active.sampler.sample(rows[-1], prompt, active.token_ids)
+        is_full = self._is_full(active, len(sequence.tokens) + 1)
+        logprob = active.sampler.logprob(rows[-1], token)
+        return active.choose(token, logprob, is_end=token in self.model.eos_ids, is_full=is_full)
 
     def _is_full(self, active: Active, num_tokens: int) -> bool:
         request = active.request
+        has_room = request.num_slots(num_tokens) < self.scheduler.capacity
         if request.source is not None and (limit := request.source.max_answer_tokens) is not None:
-            return num_tokens - request.source.num_positions >= limit
-        return request.num_slots(num_tokens) >= self.scheduler.capacity
+            has_room = has_room and num_tokens - request.source.num_positions < limit
+        return not has_room
 
     def _record(self, plan: StepPlan, result: StepResult, started_at: float) -> None:
         """Times and progress of the step's chunks, read from the plan and the result."""
@@ -497,6 +529,8 @@ class Engine:
             if active.started_at is None:
                 active.started_at = started_at
                 active.num_cached = chunk.num_cached
+            elif active.first_token_at is None:  # what was not read came from the cache, of a prompt that is streamed
+                active.num_cached += max(0, chunk.start - active.num_computed)
             if active.first_token_at is None:
                 active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=result.elapsed_s * 1e3))
                 active.num_computed = max(active.num_computed, chunk.end)

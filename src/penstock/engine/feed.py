@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from penstock.errors import InvalidPrompt, PenstockError
+
 
 class ByteMeter:
     """Passes text pieces through and counts their bytes, so that the length of a stream can be estimated."""
@@ -31,15 +33,12 @@ class TokenFeed:
     num_given: int = 0
     _pending: list[int] = field(default_factory=list)
     _is_exhausted: bool = False
+    _failure: PenstockError | None = None  # why the rest cannot be had
 
     def take(self, num_tokens: int) -> tuple[list[int], bool]:
         """Up to `num_tokens` tokens, and whether they were the last."""
         while len(self._pending) <= num_tokens and not self._is_exhausted:
-            batch = next(self.batches, None)
-            if batch is None:
-                self._is_exhausted = True
-            else:
-                self._pending += batch
+            self._pending += self._next_batch()
         taken, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         self.num_given += len(taken)
         is_last = self._is_exhausted and not self._pending
@@ -49,11 +48,27 @@ class TokenFeed:
 
     def take_all(self, refuse_past: Callable[[int], None]) -> list[int]:
         """Every token, for a reader that needs them all before it begins; `refuse_past` is called with the count."""
-        for batch in self.batches:
-            self._pending += batch
+        while not self._is_exhausted:
+            self._pending += self._next_batch()
             refuse_past(len(self._pending))
-        self._is_exhausted = True
         return self.take(len(self._pending))[0]
+
+    def _next_batch(self) -> list[int]:
+        """Empty at the end. What broke once looks like what has ended, and must not be taken for it."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            batch = next(self.batches, None)
+        except PenstockError as error:
+            self._failure = error
+            raise
+        except BaseException as error:  # of a file or pipe that breaks while it is read, say
+            self._failure = InvalidPrompt(f"The prompt cannot be read to its end: {error!r}. Send it again.")
+            if not isinstance(error, Exception):
+                raise
+            raise self._failure from error
+        self._is_exhausted = batch is None
+        return batch or []
 
     @property
     def num_total_estimate(self) -> int:

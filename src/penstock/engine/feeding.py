@@ -54,7 +54,7 @@ class Feeding:
             self._fail(request_id, own)
 
     def feed_prompts(self) -> None:
-        """Reads streamed prompts just far enough for the next chunk."""
+        """Reads streamed prompts just far enough for the next chunk behind what is cached."""
         for sequence in list(self._scheduler.sequences.values()):
             if sequence.prompt_is_complete or sequence.is_leaving:
                 continue
@@ -62,8 +62,7 @@ class Feeding:
             if active is None or active.media is not None:
                 continue
             assert active.feed is not None, "a prompt that is not complete is streamed or has images"
-            num_missing = self._wanted_ahead(sequence) - (len(sequence.tokens) - sequence.num_scheduled)
-            if num_missing > 0:
+            while not sequence.prompt_is_complete and (num_missing := self._num_missing(sequence)) > 0:
                 try:
                     tokens, is_last = active.feed.take(num_missing)
                     if is_last and not active.feed.num_given:
@@ -71,6 +70,11 @@ class Feeding:
                     self._scheduler.extend_prompt(sequence.id, self._intake.known(tokens), is_last=is_last)
                 except PenstockError as error:
                     self._fail(sequence.id, error)
+                    break
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        num_passed = sequence.num_scheduled + self._scheduler.holdings.num_findable(sequence)
+        return self._wanted_ahead(sequence) - (len(sequence.tokens) - num_passed)
 
     def _wanted_ahead(self, sequence: Sequence) -> int:
         """Tokens of the largest chunk that may come next, and one that says whether the prompt ends with it."""

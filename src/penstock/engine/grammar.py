@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,10 +18,16 @@ from penstock.prompt.tokens import Tokenizer
 class GrammarMatcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, first: GrammarMatcher | None = None) -> None:
+        """`first`: what it was copied from, which is found for equal requests as long as it is kept."""
         self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._first = first
         self._mask_words = torch.zeros((vocab_size + 31) // 32, dtype=torch.int32)
         self._bits = torch.arange(32, dtype=torch.int32)
+
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, first=self)
 
     @property
     def is_complete(self) -> bool:
@@ -29,25 +37,48 @@ class GrammarMatcher:
         """Tokens that cannot come next go to minus infinity, in place."""
         words = self._mask_words
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
+        self._refuse_error()
         allowed_V = ((words.unsqueeze(1) >> self._bits) & 1).flatten()[: len(logits_V)].bool()
         logits_V.masked_fill_(~allowed_V.to(logits_V.device), float("-inf"))
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
-        assert not self._matcher.is_error(), self._matcher.get_error()
+        self._refuse_error()
+
+    def _refuse_error(self) -> None:
+        """A matcher that gave up allows nothing but the end: an answer cut there would look complete."""
+        if self._matcher.is_error():
+            raise InvalidSetting(
+                f"The answer cannot be held to its grammar or schema any further: "
+                f"{_first_line(self._matcher.get_error())}. Simplify its patterns and repetitions."
+            )
 
 
 class Grammars:
-    """Makes matchers for one model; its vocabulary is read when the first grammar comes."""
+    """Makes matchers for one model, in any thread; its vocabulary is read when the first grammar comes."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._guide: Any = None
+        self._opens = Lock()
+        # A large schema takes 50 MB: none is kept that nobody uses.
+        self._compiled: WeakValueDictionary[str, GrammarMatcher] = WeakValueDictionary()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        guide = self._opened()
+        return self.compiled(grammar).copy()
+
+    def compiled(self, grammar: str) -> GrammarMatcher:
+        """Stays at the beginning; answers are copies of it. Whoever keeps it spares others the work."""
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = self._compile(grammar)
+        return found
+
+    def _compile(self, grammar: str) -> GrammarMatcher:
+        with self._opens:
+            guide = self._opened()
         import llguidance
 
         matcher = llguidance.LLMatcher(guide, grammar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from penstock.lanes.lane import (
     pick_lane,
 )
 from penstock.lanes.native import NativeTextLane
-from penstock.lanes.pieces import MOST_TOKENS, StepPieces
+from penstock.lanes.pieces import MOST_TOKENS, StepPieces, recorded_size
 from penstock.lanes.seq2seq import Seq2SeqLane
 from penstock.lanes.seq2seq_spec import Seq2SeqSpec
 from penstock.models.cpu_steps import compiled_steps
@@ -312,7 +313,7 @@ def recorded_steps(
     rows = most_recorded(config.max_running)
     largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MOST_TOKENS
     graphs = DecodeGraphs(decoder, on_card.for_decodes(max_rows=rows, max_context=max_context))
-    return graphs, StepPieces(decoder, on_card.for_pieces(max_rows=min(largest, MOST_TOKENS)))
+    return graphs, StepPieces(decoder, on_card.for_pieces(max_rows=recorded_size(largest)))
 
 
 def attention_on_card(attention: AttentionBackend) -> CudaAttention | None:
@@ -329,6 +330,8 @@ def gpu_memory(device: torch.device) -> DeviceMemory | None:
     """What is taken once the context and the matrix library stand, and what the card has; None on a CPU."""
     if device.type != "cuda":
         return None
+    gc.collect()  # an engine before this one may hold the card
+    torch.cuda.empty_cache()
     ones = torch.ones(16, 16, device=device)
     torch.mm(ones, ones)  # loads the library and takes its workspace
     free, total = torch.cuda.mem_get_info(device)

@@ -194,7 +194,13 @@ def memory_model(
         block_size=config.block_size,
         num_running_states=num_running,
         num_checkpoints=num_checkpoints,
+        num_logit_rows=_num_logit_rows(config, device),
     )
+
+
+def _num_logit_rows(config: EngineConfig, device: str) -> int:
+    """A card keeps those of every sequence that runs; on a CPU they are gone before the activations are there."""
+    return config.max_running if device == "cuda" else 1
 
 
 def state_slots(shape: ModelShape, config: EngineConfig, free_bytes: int) -> tuple[int, int]:
@@ -261,6 +267,7 @@ def native_media_memory_model(
         most_packed_bytes=MOST_PACKED_BYTES[device],
         runtime_bytes=runtime_bytes,
         block_size=config.block_size,
+        num_logit_rows=_num_logit_rows(config, device),
     )
     return dataclasses.replace(memory, media_bytes=sum(media_shares(memory, budget_bytes)))
 
@@ -295,11 +302,12 @@ def kept_verdict(files: ModelFiles, lane: LaneFacts, dtype: str, device: str) ->
 def require_room(memory: MemoryModel, config: EngineConfig, budget_bytes: int, device: str = "cpu") -> int:
     """Tokens whose KV the budget holds; refuses a budget that not even the smallest chunk fits."""
     if device == "cuda":
-        # Pages of a GPU are all taken at load, so room for the largest chunk is kept beside them.
-        chunk = config.chunk_size or config.most_auto_tokens
-        capacity = memory.kv_capacity(budget_bytes=budget_bytes, chunk=chunk)
-        if capacity >= chunk:
-            return capacity
+        # Pages of a GPU are all taken at load, so room for a chunk is kept beside them: the largest, or half of it...
+        chunk = config.most_prompt_tokens or min(config.context or memory.shape.max_context, memory.shape.max_context)
+        while chunk > config.min_chunk_size:
+            if (capacity := memory.kv_capacity(budget_bytes=budget_bytes, chunk=chunk)) >= chunk:
+                return capacity
+            chunk //= 2
     capacity = memory.kv_capacity(budget_bytes=budget_bytes, chunk=config.min_chunk_size)
     if capacity < config.min_chunk_size:
         least = memory.peak_bytes(chunk=config.min_chunk_size, context=config.min_chunk_size)

@@ -89,7 +89,8 @@ class Sampler:
         if params.top_p < 1:
             # Kept: the tokens before which less than top_p has been gathered. The first always is.
             shares = probabilities / probabilities.sum()
-            probabilities = probabilities[shares.cumsum(-1) - shares < params.top_p]
+            num_kept = int((shares.cumsum(-1) - shares < params.top_p).sum())
+            probabilities = probabilities[: max(1, num_kept)]
         # Drawn on the host, so that a seed means the same on every device.
         index = int(torch.multinomial(probabilities.cpu(), 1, generator=self._generator))
         return int(tokens[index])

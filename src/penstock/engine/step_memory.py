@@ -15,13 +15,15 @@ class StepMemory:
         self.budget_bytes = model.budget_bytes
         self._capacity_tokens = model.num_blocks * config.block_size
         self._states = states
+        # The pages of a card are all there from the start, and so are its slots for states.
+        self._is_all_taken = model.device.type == "cuda" and model.lane.facts.shares_prefixes
 
     def chunk_limit(self, start: int, resident_tokens: int, wanted: int) -> int:
         """Under --strict a chunk smaller than the wanted one is refused."""
         allowed = self._largest_chunk(start, resident_tokens, wanted)
         if allowed < wanted and self.is_strict:
             raise InvalidSetting(
-                f"--strict: after {start} tokens the memory budget allows a chunk of {allowed}, not {wanted}. "
+                f"--strict: the memory budget allows {allowed} tokens in the next step, not {wanted}. "
                 "Raise --memory or lower --chunk-size."
             )
         return allowed
@@ -32,7 +34,10 @@ class StepMemory:
 
     def peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
         return self._memory.peak_bytes(
-            chunk=chunk, context=context, resident_tokens=resident_tokens, state_slots=self._resident_states
+            chunk=chunk,
+            context=context,
+            resident_tokens=self._resident_tokens(resident_tokens),
+            state_slots=self._resident_states,
         )
 
     def _largest_chunk(self, start: int, resident_tokens: int, wanted: int) -> int:
@@ -40,11 +45,18 @@ class StepMemory:
             start=start,
             budget_bytes=self.budget_bytes,
             upper=wanted,
-            resident_tokens=resident_tokens,
+            resident_tokens=self._resident_tokens(resident_tokens),
             capacity_tokens=self._capacity_tokens,
             state_slots=self._resident_states,
         )
 
+    def _resident_tokens(self, num_written: int) -> int:
+        return self._capacity_tokens if self._is_all_taken else num_written
+
     @property
     def _resident_states(self) -> int:
-        return self._states.high_water if self._states is not None else 0
+        if self._states is None:
+            return 0
+        if self._is_all_taken:
+            return self._memory.num_running_states + self._memory.num_checkpoints
+        return self._states.high_water

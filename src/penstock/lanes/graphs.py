@@ -92,8 +92,9 @@ class DecodeGraphs:
     def record_all(self) -> None:
         """Ahead of time, so that no request waits for a recording."""
         self.attention.forget_rows()  # a recording computes, and would write where the last step wrote
-        for size in reversed(SIZES):  # smaller ones find room in the pool of larger ones
-            if size <= self.attention.max_rows and (size, "default") not in self._recorded:
+        most = self.attention.max_rows
+        for size in (most, *(size for size in reversed(SIZES) if size < most)):  # smaller ones fit into the pool
+            if (size, "default") not in self._recorded:
                 self._recorded[size, "default"] = self._record(size, "default")
 
     def _record(self, size: int, variant: str) -> torch.cuda.CUDAGraph:

@@ -26,6 +26,11 @@ MOST_TOKENS = 2048  # larger steps last longer than their launches
 SIZES = tuple(size for size in GPU_STEP_SIZES if size <= MOST_TOKENS)
 
 
+def recorded_size(num_tokens: int) -> int:
+    """Of the recording that such a step is padded to; the largest where it has none."""
+    return next((size for size in SIZES if size >= num_tokens), SIZES[-1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attending:
     layer: int

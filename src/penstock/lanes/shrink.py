@@ -35,7 +35,8 @@ HEADS = (
     *("mamba_n_heads", "mamba_num_heads", "linear_num_key_heads"),
 )
 WIDTHS = (*HIDDEN, *HEADS, "linear_num_value_heads", "lru_width", "mamba_d_ssm", "word_embed_proj_dim")
-AT_LEAST_ONE = ("num_key_value_heads", "num_kv_heads", "n_groups", "mamba_n_groups", "mamba_ngroups")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+AT_LEAST_ONE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 INTERMEDIATE = (
     *("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "block_ff_dim", "intermediate_size_mlp"),
     *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -131,11 +132,14 @@ def _shrink_widths(text: Any) -> None:
     """One divisor for all widths, so that heads times head size still gives the width."""
     heads = [value for name in HEADS if isinstance(value := getattr(text, name, None), int)]
     divisor = 1
-    while heads and all(value % (2 * divisor) == 0 and value // (2 * divisor) >= LEAST_HEADS for value in heads):
+    while heads and all(value % (4 * divisor) == 0 and value // (2 * divisor) >= LEAST_HEADS for value in heads):
         divisor *= 2
     for name in AT_LEAST_ONE:
         if isinstance(value := getattr(text, name, None), int):
             setattr(text, name, max(1, value // divisor))
+    for name in KEY_VALUE_HEADS:  # of one head alone it does not show how heads lie beside each other
+        if isinstance(value := getattr(text, name, None), int):
+            setattr(text, name, max(min(value, 2), value // divisor))
     for name in (*WIDTHS, *INTERMEDIATE):
         value = getattr(text, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value % divisor == 0:

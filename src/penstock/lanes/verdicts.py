@@ -19,7 +19,7 @@ from penstock.document import Document
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import LaneFacts
 
-FORMAT = 2  # changes when a verdict of an earlier version may not be believed any more
+FORMAT = 3  # changes when a verdict of an earlier version may not be believed any more
 LIBRARIES = ("torch", "transformers")
 
 

@@ -30,7 +30,7 @@ class Rotary:
             angles_TR = positions.to(torch.float32)[:, None] * frequencies_R
         else:
             assert self._axis_R is not None, "positions have several axes, the rotary has one"
-            angles_TR = positions.to(torch.float32)[self._axis_R].T * frequencies_R
+            angles_TR = (positions.to(torch.float32)[self._axis_R].T * frequencies_R).contiguous()
         cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
         if scale != 1.0:
             cos_TR, sin_TR = cos_TR * scale, sin_TR * scale

@@ -68,6 +68,7 @@ class MemoryModel:
     num_running_states: int = 0  # slots of the pool, where the model has recurrent state
     num_checkpoints: int = 0
     media_bytes: int = 0  # kept for features of media and for one call of their encoder
+    num_logit_rows: int = 1  # whose logits exist at once
     most_packed_bytes: int | None = None  # of a matrix, while a product runs; None: all of it
 
     def state_bytes(self, num_tokens: int) -> int:
@@ -101,7 +102,7 @@ class MemoryModel:
         """All but the activations."""
         resident = self.runtime_bytes + self.shape.weight_bytes + self.media_bytes
         states = self.state_bytes(kv_tokens) if state_slots is None else state_slots * self.shape.state_bytes
-        return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(1)
+        return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(self.num_logit_rows)
 
     def largest_chunk(
         self,

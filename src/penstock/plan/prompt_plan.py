@@ -87,7 +87,7 @@ def plan_prompt(
         state_bytes=memory.state_bytes(prompt_tokens),
         # What the peak leaves beside the rest: under a tight budget the last chunks are smaller than the first.
         activation_bytes=max(0, peak - memory.fixed_bytes(prompt_tokens)),
-        logits_bytes=memory.logits_bytes(1),
+        logits_bytes=memory.logits_bytes(memory.num_logit_rows),
         media_bytes=memory.media_bytes,
         peak_bytes=peak,
         budget_bytes=budget_bytes,

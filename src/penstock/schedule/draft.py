@@ -23,6 +23,7 @@ class Draft:
     token_contexts: int = 0
     decode_contexts: int = 0
     chunk_contexts: int = 0
+    longest_before: int = 0  # tokens before a chunk of it, or of one that was removed
 
     @property
     def load(self) -> StepLoad:
@@ -39,6 +40,7 @@ class Draft:
 
     def add(self, chunk: Chunk) -> None:
         self._count(chunk, 1)
+        self.longest_before = max(self.longest_before, chunk.num_before)
         self.chunk_by_sequence[chunk.sequence_id] = chunk
 
     def remove(self, sequence_id: int) -> Chunk | None:

@@ -102,6 +102,14 @@ class Holdings:
         elif sequence.num_computed == 0 and not sequence.block_ids:
             self._start_at_checkpoint(sequence, self.states)
 
+    def num_findable(self, sequence: Sequence) -> int:
+        """Tokens after those it holds, of the ones known so far, that `take_hits` would find."""
+        first = len(sequence.block_ids)
+        is_on_border = sequence.num_scheduled == first * self.block_size
+        if not is_on_border or not self._may_share(sequence) or (first and self.states is not None):
+            return 0
+        return sum(self.block_size for _ in self._known_blocks(sequence, first))
+
     def next_block(self, sequence: Sequence) -> bytes | None:
         """The hash of the whole block that the sequence computes next; None where it would not be shared."""
         index = sequence.num_computed // self.block_size
@@ -130,9 +138,8 @@ class Holdings:
     def _known_blocks(self, sequence: Sequence, first: int) -> Iterator[bytes]:
         """Hashes of the sequence's blocks from `first` on, as long as somebody computed them."""
         assert self.prefix is not None
-        # At least one prompt token is computed, because its logits are wanted.
-        last = (sequence.num_known - 1 if sequence.prompt_is_complete else sequence.num_known) // self.block_size
-        for index in range(first, last):
+        # At least one known token is computed: its logits are wanted, or the rest of a stream is read for its chunk.
+        for index in range(first, (sequence.num_known - 1) // self.block_size):
             block_hash = self._block_hash(sequence, index)
             if block_hash not in self.prefix:
                 return

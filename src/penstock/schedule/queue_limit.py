@@ -21,10 +21,16 @@ class QueueLimit:
         self._max_waiting_tokens = max_waiting_tokens
         self._tokens_per_s = FIRST_GUESS_TOKENS_PER_S
 
-    def refuse_if_full(self, num_tokens: int, *, waiting: Collection[Sequence], present: Collection[Sequence]) -> None:
-        """`present`: those that wait and those that run, all of which are read before whoever comes later."""
-        if self._max_waiting is not None and len(waiting) >= self._max_waiting:
-            raise self._full(f"{len(waiting)} requests wait, the limit is {self._max_waiting}.", present)
+    def refuse_if_full(
+        self, num_tokens: int, *, waiting: Collection[Sequence], present: Collection[Sequence], num_free: int
+    ) -> None:
+        """`present`: those that wait and those that run, all of which are read before whoever comes later.
+
+        `num_free`: places of running requests that the first in the queue take; those do not count as waiting.
+        """
+        num_waiting = len(waiting) - num_free  # below 0: whoever comes now has a place too
+        if self._max_waiting is not None and num_waiting >= self._max_waiting:
+            raise self._full(f"{num_waiting} requests wait, the limit is {self._max_waiting}.", present)
         if self._max_waiting_tokens is None or not waiting:
             return
         queued = sum(max(s.request.num_slots(s.num_prompt_tokens), s.request.num_announced) for s in waiting)

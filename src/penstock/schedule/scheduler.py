@@ -32,7 +32,7 @@ class Limits:
     max_running: int
     overlap: int = 0
     priority: PrefillPriority = PrefillPriority.INTERLEAVED
-    max_waiting: int | None = None  # requests in the queue; None: no limit
+    max_waiting: int | None = None  # requests in the queue for which no place is free; None: no limit
     max_waiting_tokens: int | None = None
     restarts_after_failure: bool = False  # the lane keeps what a broken step may have changed
     reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
@@ -47,7 +47,7 @@ class ChunkRefused(Exception):
         self.error = error
 
 
-# (first token of the step's largest chunk, resident tokens, wanted tokens) -> tokens that fit the memory budget;
+# (tokens before the step's longest context, resident tokens, wanted tokens) -> tokens that fit the memory budget;
 # refuses with a PenstockError where fewer than wanted are not an answer
 ChunkLimit = Callable[[int, int, int], int]
 # (tokens of the step, longest context, resident tokens) -> bytes of the whole process
@@ -113,6 +113,11 @@ class Scheduler:
         return 1 if states is None or not states.num_checkpoints else self.limits.block_size
 
     @property
+    def _num_free(self) -> int:
+        """Requests that may begin to run with the next step: each takes a place, and a block at least."""
+        return min(self.limits.max_running - len(self.running), self.pool.num_available)
+
+    @property
     def resident_tokens(self) -> int:
         return self.pool.high_water * self.limits.block_size
 
@@ -121,7 +126,9 @@ class Scheduler:
     def submit(self, request: Request) -> Sequence:
         num_tokens = max(request.num_slots(len(request.prompt)), request.num_announced)
         self.refuse_too_long(num_tokens)
-        self._queue_limit.refuse_if_full(num_tokens, waiting=self.waiting.values(), present=self.sequences.values())
+        self._queue_limit.refuse_if_full(
+            num_tokens, waiting=self.waiting.values(), present=self.sequences.values(), num_free=self._num_free
+        )
         sequence = Sequence(
             request=request,
             tokens=list(request.prompt),
@@ -311,6 +318,8 @@ class Scheduler:
         limits = self.limits
         if limits.overlap or limits.reads_whole or self.holdings.states is not None:
             return False
+        if limits.restarts_after_failure:  # a step that fails gives back the blocks of the one before it
+            return False
         chosen = (self.sequences[c.sequence_id].request for c in self._flights[0].plan.chunks if c.wants_logits)
         return all(request.sampling.is_likeliest and request.source is None for request in chosen)
 
@@ -396,11 +405,14 @@ class Scheduler:
         return num_generated < sequence.request.sampling.max_tokens and sequence.num_expected < self.capacity
 
     def _schedule_prompts(self, prompts: list[Sequence], has_decodes: bool, draft: Draft) -> None:
+        may_join = True  # until a prompt that cannot be cut lacks blocks: those who run end and leave it theirs
         for sequence in prompts:
             if sequence.status is Status.FINISHED or sequence.id in draft.preempted:
                 continue
             if sequence.status is Status.WAITING:
                 # Only what runs holds blocks, so that what holds blocks can be preempted.
+                if not may_join:
+                    continue
                 if self._prompt_budget(sequence, has_decodes, draft) < 1:
                     break
                 if not self._admit(sequence, draft):
@@ -425,6 +437,14 @@ class Scheduler:
             end = uncut_end(min(end, self._end_without_preemption(sequence, draft)), stops)
             if end > sequence.num_scheduled:
                 self._schedule(sequence, start, end, draft)
+            elif self._needs_blocks_at_once(sequence, stops):
+                may_join = False
+
+    def _needs_blocks_at_once(self, sequence: Sequence, stops: Stops) -> bool:
+        """Whether its next token takes several: with the rest of what is read in one piece, or with its source."""
+        end = chunk_end(sequence.num_scheduled, 1, stops).position
+        num_held = len(sequence.block_ids) * self.limits.block_size
+        return sequence.request.num_slots(end) > num_held + self.limits.block_size
 
     def _stops(self, sequence: Sequence) -> Stops:
         atomic = sequence.request.atomic_spans
@@ -442,8 +462,6 @@ class Scheduler:
                 if self._preempt_last(draft) is None:
                     return
         self.holdings.take_hits(oldest)
-        if oldest.num_computed == oldest.num_known:
-            return
         stops = replace(self._stops(oldest), boundary=1)
         end = chunk_end(oldest.num_computed, self.limits.block_size, stops).position
         self._schedule(oldest, oldest.num_computed, end, draft)
@@ -465,14 +483,15 @@ class Scheduler:
             wanted = min(wanted, ceiling - draft.num_prompt_tokens)
         if has_decodes and self.policy.decodes_beside_prompts:
             wanted = self._shared_with_decodes(sequence, wanted, draft)
-        elif self.policy.decodes_beside_prompts and not draft.num_prompt_tokens:
+        elif self.policy.decodes_beside_prompts:
             allowed = self.budget.allowance(draft.load, num_slots, wanted, STRETCH_WITHOUT_DECODES, chunk_size=own)
-            wanted = max(allowed, min(wanted, self.budget.floor))
+            wanted = allowed if draft.num_prompt_tokens else max(allowed, min(wanted, self.budget.floor))
         if wanted < 1:
             return 0
         num_scheduled = draft.num_decodes + draft.num_prompt_tokens
         try:
-            allowed = self.chunk_limit(num_slots, self.resident_tokens, wanted + num_scheduled)
+            longest = max(num_slots, draft.longest_before)
+            allowed = self.chunk_limit(longest, self.resident_tokens, wanted + num_scheduled)
         except PenstockError as error:
             raise ChunkRefused(sequence.id, error) from error
         # One token always advances: the pool was sized so that the smallest chunk fits.
