@@ -184,7 +184,8 @@ def test_padded_steps_are_the_steps_themselves(folders):
     num_equal = 0
     for found, expected in zip(padded, plain, strict=True):
         assert found.shape == expected.shape
-        assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
+        if len(expected):
+            assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
         num_equal += 1
         if not torch.equal(found.argmax(-1), expected.argmax(-1)):
             break  # from here on they read different texts
@@ -227,11 +228,14 @@ def test_what_a_closed_engine_held_is_free_for_the_next(folders):
 def test_the_predicted_peak_is_what_the_card_gave_and_within_the_budget(folders, settings):
     """All pages are taken at load, so it hardly depends on the prompt."""
     settings = {"memory": "3GiB", "context": 4096} | settings
+    gpu_memory(torch.device("cuda"))
+    held_by_others = torch.cuda.memory_allocated()
     with Engine.load(str(folders("qwen3")), device="cuda", dtype="bfloat16", **settings) as engine:
         torch.cuda.reset_peak_memory_stats()
         output = engine.generate(prompt(2000), max_tokens=4, ignore_eos=True)
         assert output.predicted_peak_bytes <= engine.model.budget_bytes
-        assert abs(output.peak_bytes / output.predicted_peak_bytes - 1) < 0.1
+        measured = output.peak_bytes - held_by_others
+        assert abs(measured / output.predicted_peak_bytes - 1) < 0.1, (measured, held_by_others)
 
 
 def test_memory_does_not_fall_to_pieces_over_a_thousand_requests(folders):
