@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,12 @@ def main() -> None:
 
 
 def _result(log: Path) -> dict[str, Any]:
-    line = next(line for line in log.read_text().splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    text = log.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("RESULT "))
+    version = re.search(r"LLM engine \(v([\d.]+)\)", text)  # as vLLM says when it starts
+    found = json.loads(line.removeprefix("RESULT "))
+    found.get("versions", {}).pop("commit", None)  # a copy of the files may know an older one; --commit says it
+    return ({} if version is None else {"version": version[1]}) | found
 
 
 def _one(results: list[dict[str, Any]], engine: str, lane: str | None) -> dict[str, Any]:

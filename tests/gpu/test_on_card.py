@@ -136,14 +136,12 @@ def test_a_step_waits_for_nothing_but_its_tokens(folders):
         assert set(logits) == {chunk.sequence_id for chunk in plan.chunks}
 
 
-def mixed_steps(folder, num_steps, *, is_replaying, is_padded=True):
+def mixed_steps(folder, num_steps, *, is_replaying, is_padded=True, dtype="bfloat16"):
     """(logits of every step while requests of random lengths come and go, how many of them read a prompt too)."""
     generator = random.Random(5)
     found = []
     num_mixed = 0
-    with Engine.load(
-        folder, device="cuda", dtype="bfloat16", memory="4GiB", chunk_size=64, prefix_cache=False
-    ) as engine:
+    with Engine.load(folder, device="cuda", dtype=dtype, memory="4GiB", chunk_size=64, prefix_cache=False) as engine:
         engine.warm_up()
         engine.model.lane.graphs.is_replaying = engine.model.lane.pieces.is_replaying = is_replaying
         if not is_padded:
@@ -177,19 +175,12 @@ def test_a_thousand_mixed_steps_are_bitwise_equal_with_recordings_and_without(fo
 
 
 def test_padded_steps_are_the_steps_themselves(folders):
-    """Until a nearly tied token is chosen otherwise, rounding apart."""
-    padded, num_mixed = mixed_steps(str(folders("qwen3")), 60, is_replaying=True)
-    plain, _ = mixed_steps(str(folders("qwen3")), 60, is_replaying=False, is_padded=False)
+    """In float32, where no token is so nearly tied that the order of sums decides it."""
+    padded, num_mixed = mixed_steps(str(folders("qwen3")), 60, is_replaying=True, dtype="float32")
+    plain, _ = mixed_steps(str(folders("qwen3")), 60, is_replaying=False, is_padded=False, dtype="float32")
     assert num_mixed > 10
-    num_equal = 0
     for found, expected in zip(padded, plain, strict=True):
-        assert found.shape == expected.shape
-        if len(expected):
-            assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
-        num_equal += 1
-        if not torch.equal(found.argmax(-1), expected.argmax(-1)):
-            break  # from here on they read different texts
-    assert num_equal > 20
+        assert torch.allclose(found, expected, atol=TOLERANCE)
 
 
 def test_a_reader_that_cannot_compile_is_left_out_and_said(folders, monkeypatch):
