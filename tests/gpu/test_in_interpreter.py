@@ -14,7 +14,9 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the card itself")
-@pytest.mark.parametrize("name", ["test_kernels.py", "test_layers.py", "test_packed_decodes.py"])
+@pytest.mark.parametrize(
+    "name", ["test_kernels.py", "test_layers.py", "test_packed_decodes.py", "test_padded_steps.py"]
+)
 def test_kernels_in_the_interpreter(name):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / name)]

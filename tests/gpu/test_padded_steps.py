@@ -1,0 +1,92 @@
+"""Steps that are padded as recordings are, against the steps themselves: on the card, or in Triton's interpreter.
+
+Here every kernel of them is launched; that a recording replays the same kernels is for test_on_card.py.
+"""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
+
+from tiny_models import CONFIGS, VOCABULARY, prompt
+
+from penstock.attention.cuda import CudaAttention
+from penstock.cache.storage import KvStorage
+from penstock.lanes.graphs import DecodeGraphs
+from penstock.lanes.pieces import StepPieces
+from penstock.lanes.text_check import BLOCK_SIZE, step_inputs
+from penstock.models.decoder import Decoder
+from penstock.models.spec import decoder_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROMPTS = [prompt(length, seed=length) for length in (70, 21, 9)]
+# (first, end) of each sequence in each step: chunks, chunks beside decodes, then decodes alone.
+STEPS = (
+    [(0, 40), (0, 0), (0, 5)],
+    [(40, 68), (0, 13), (5, 6)],
+    [(68, 69), (13, 20), (6, 7)],
+    [(69, 70), (20, 21), (7, 8)],
+)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def decoder(request):
+    decoder = Decoder(decoder_spec(CONFIGS[request.param]().to_dict()), dtype=torch.float32, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    for _, destination in decoder._destinations():
+        values = torch.randn(destination.shape, generator=generator)
+        destination.copy_(values * 0.15 if destination.dim() > 1 else 1 + 0.2 * values)
+    return decoder
+
+
+def attention_over(decoder):
+    spec = decoder.spec
+    storage = KvStorage(
+        num_layers=spec.num_attention_layers,
+        num_slots=64 * BLOCK_SIZE,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    # What nobody wrote must not be read either.
+    for pages in (*storage.keys, *storage.values):
+        pages.fill_(float("nan"))
+    return CudaAttention(storage, BLOCK_SIZE, num_heads=spec.num_heads)
+
+
+def plain(decoder):
+    attention = attention_over(decoder)
+
+    def run(inputs):
+        attention.begin_step(inputs)
+        return decoder.forward(inputs, attention)
+
+    return run
+
+
+def padded(decoder):
+    attention = attention_over(decoder)
+    graphs = DecodeGraphs(decoder, attention.for_decodes(max_rows=4, max_context=128))
+    pieces = StepPieces(decoder, attention.for_pieces(max_rows=64))
+    pieces.attention.prepare()
+    graphs.is_replaying = pieces.is_replaying = False
+    assert [graphs.fits(step_inputs(PROMPTS, spans, DEVICE)) for spans in STEPS] == [False, False, False, True]
+    return lambda inputs: (graphs if graphs.fits(inputs) else pieces).forward(inputs)
+
+
+@torch.inference_mode()
+def read(run):
+    return [run(step_inputs(PROMPTS, spans, DEVICE)).cpu().clone() for spans in STEPS]
+
+
+def test_padding_changes_nothing(decoder):
+    assert max(max(tokens) for tokens in PROMPTS) < VOCABULARY
+    for found, expected in zip(read(padded(decoder)), read(plain(decoder)), strict=True):
+        assert found.shape == expected.shape
+        assert torch.isfinite(expected).all()
+        assert torch.allclose(found, expected, atol=1e-4)
