@@ -1,6 +1,5 @@
 """The documentation is true: its programs and commands run, its links lead somewhere, its lists are complete."""
 
-import importlib.util
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import typer
 from documentation import FENCE, Block, penstock_call
 from fastapi.routing import APIRoute
 from markdown.extensions.toc import slugify
+from programs import program
 
 import penstock
 from penstock.bench.cpu import CpuReport
@@ -62,15 +62,6 @@ def without_repetitions(pages: list[Path]) -> dict[str, list[Block]]:
                 code = "\n".join(lines)
             shown[name_of(page)].append((first_line, language, code))
     return shown
-
-
-def program(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

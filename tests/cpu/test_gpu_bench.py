@@ -1,12 +1,12 @@
 """The work that GPUs are measured with, in small and on a CPU: every part runs and gives the keys that peers give."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import program
 
 from penstock.bench.gpu import GpuBench, Work
 from penstock.engine.engine import Engine
@@ -79,21 +79,19 @@ def test_random_weights_are_not_for_other_lanes():
 
 
 def test_transformers_itself_is_measured_and_the_model_left_for_its_lane(tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "h200" / "transformers_decode.py"
-    spec = importlib.util.spec_from_file_location("transformers_decode", script)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    model = program.random_model(SHAPE, "cpu")
-    assert program.decode_step_s(model, SMALL, 3, 32) > 0
+    path = Path(__file__).parents[2] / "benchmarks" / "h200" / "transformers_decode.py"
+    script = program(path, "transformers_decode")
+    model = script.random_model(SHAPE, "cpu")
+    assert script.decode_step_s(model, SMALL, 3, 32) > 0
     prompts = [torch.tensor([SMALL.tokens(20, seed)]) for seed in range(3)]
     next_token = torch.tensor([[5], [6], [7]])
     with torch.inference_mode():
-        cache = program.joined([model(prompt, use_cache=True).past_key_values for prompt in prompts])
+        cache = script.joined([model(prompt, use_cache=True).past_key_values for prompt in prompts])
         together = model(next_token, past_key_values=cache).logits[:, -1]
         whole = [torch.cat([prompt, token[None]], dim=1) for prompt, token in zip(prompts, next_token, strict=True)]
         alone = torch.cat([model(ids).logits[:, -1] for ids in whole])
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=0.02)
-    program.save(model, tmp_path)
+    script.save(model, tmp_path)
     settings = {"context": 100, "memory": "4GiB", "threads": 1}
     with Engine.load(str(tmp_path), lane="transformers-generic-text", **settings) as engine:
         assert engine.model.lane.facts.id == "transformers-generic-text"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from ended import run_all
 from tiny_chat_model import save_tiny_chat_model
 from tiny_models import prompt
 from tiny_seq2seq import save_tiny_seq2seq
@@ -13,7 +14,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.errors import InvalidSetting, PenstockError
 from penstock.prompt.source import TextPart
-from penstock.request import Failed, Finished
 
 SETTINGS = {"dtype": "float32", "memory": "4GiB", "threads": 1}
 # Within a few letters the states of this pattern are more than llguidance is willing to follow.
@@ -29,18 +29,6 @@ def chat_folder(tmp_path_factory):
 
 def words(tokens):
     return " ".join(f"w{token}" for token in tokens)
-
-
-def run_all(engine):
-    """(what failed, what finished) until nothing is left."""
-    failed, finished = {}, {}
-    while engine.scheduler.has_work:
-        for event in engine.step():
-            if isinstance(event, Failed):
-                failed[event.request_id] = event.error
-            elif isinstance(event, Finished):
-                finished[event.request_id] = event.output
-    return failed, finished
 
 
 def test_a_grammar_that_gives_up_ends_its_own_request(chat_folder):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from ended import run_all
 from tiny_generic import MUST_SHOW, TROUBLE, save_causal_model
 from tiny_models import VOCABULARY, prompt, save_tiny_model, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
@@ -208,13 +209,7 @@ def test_a_prompt_for_which_there_is_no_memory_at_all_ends_alone(load_any):
         engine.step()
     failing(engine, lambda _, num_tokens: num_tokens > 1)  # whatever comes beside the one that writes
     doomed = engine.submit(prompt(200, seed=5), max_tokens=4)
-    failed, finished = {}, {}
-    while engine.scheduler.has_work:
-        for event in engine.step():
-            if isinstance(event, Failed):
-                failed[event.request_id] = event.error
-            elif isinstance(event, Finished):
-                finished[event.request_id] = event.output
+    failed, finished = run_all(engine)
     assert list(failed) == [doomed]
     assert "Raise --memory" in str(failed[doomed])
     assert finished[writing].token_ids == expected
@@ -222,19 +217,19 @@ def test_a_prompt_for_which_there_is_no_memory_at_all_ends_alone(load_any):
 
 
 def test_an_answer_that_is_read_again_is_halved_too(tmp_path):
-    """A preemption lost it, so its tokens are read like a prompt's, though they are none."""
+    """A preemption lost it, so its tokens are read like a prompt's, though most chunks hold none of the prompt."""
     save_tiny_model("llama", tmp_path)
-    settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "prefix_cache": False}
+    settings = {"dtype": "float32", "memory": "4GiB", "threads": 1, "prefix_cache": False, "chunk_size": 64}
     config = load_config(settings)
     loaded = load_model(str(tmp_path), config)
     requests = [(prompt(4, seed=seed), {"max_tokens": 150, "ignore_eos": True}) for seed in (1, 2)]
     with Engine(loaded, config) as engine:
         expected = [engine.generate(tokens, **sampling).token_ids for tokens, sampling in requests]
     with Engine(dataclasses.replace(load_model(str(tmp_path), config), num_blocks=16), config) as engine:
-        calls = failing(engine, lambda _, num_tokens: num_tokens > 40)
+        wide = []  # steps that read again: the first begins with the prompt, the second is behind it
+        failing(engine, lambda call, num_tokens: num_tokens > 40 and (wide.append(call) or len(wide) == 2))
         ids = [engine.submit(tokens, **sampling) for tokens, sampling in requests]
-        finished = {}
-        while engine.scheduler.has_work:
-            finished |= {event.request_id: event.output for event in engine.step() if isinstance(event, Finished)}
-        assert max(calls) > 40, "nothing was read again"
+        failed, finished = run_all(engine)
+        assert not failed
+        assert len(wide) >= 2, "too little was read again"
         assert [finished[request_id].token_ids for request_id in ids] == expected
