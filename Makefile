@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DOCUMENT := docs/concepts
 QUESTION := Why is a long prompt read in chunks?
 
-.PHONY: setup run test check docs bench charts evidence clean
+.PHONY: setup run test check docs bench charts evidence long clean
 
 setup: $(VENV)/.installed
 
@@ -23,7 +23,7 @@ run: setup
 	$(BIN)/penstock run $(addprefix -f ,$(sort $(wildcard $(DOCUMENT)/*.md))) -p "$(QUESTION)" --max-tokens 120 --repetition-penalty 1.1
 
 test: setup
-	$(BIN)/python -m pytest -m "not evidence" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not evidence and not long" -n auto --dist loadfile --no-loadscope-reorder
 
 check: setup
 	scripts/check
@@ -44,11 +44,12 @@ charts: setup
 	$(BIN)/python scripts/doctor_text.py
 
 evidence: setup
-	$(BIN)/python -m pytest -m evidence
-	$(BIN)/python scripts/memory_table.py
-	$(BIN)/python scripts/reading_speed.py
-	$(BIN)/python scripts/seq2seq_table.py
-	$(BIN)/python scripts/lane_table.py
+	$(BIN)/python -m pytest -m "evidence and not long" -n auto --dist loadfile --no-loadscope-reorder
+
+# By hand, on a quiet machine; what is measured is kept in benchmarks/.
+long: setup
+	$(BIN)/python -m pytest -s -m long
+	$(BIN)/penstock bench cpu --peers transformers --only reading --only chunks
 	$(BIN)/python scripts/server_load.py
 
 clean:

@@ -6,8 +6,6 @@ A page holds a marker such as `<!-- generated: commands -->`. Its text is made f
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import re
 import types
@@ -30,16 +28,9 @@ from penstock.lanes.lane import LaneFacts
 from penstock.models.gguf_translation import ARCHITECTURES
 from penstock.models.spec import FAMILIES
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
-from penstock.trace.summary import percentile
+from penstock.trace.document import Trace
+from penstock.trace.percentile import percentile
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    spelling: str
-    help: str
-
-
-NO_FLAG = Flag(spelling="", help="")
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
 CHART = re.compile(r"<!-- chart: ([\w-]+): ([^>]+) -->")
@@ -88,37 +79,24 @@ def commands() -> str:
 
 
 def engine_settings() -> str:
-    flags, comments = _flags_by_name(), _comments(EngineConfig)
-    rows = [
-        (
-            _code(field.name),
-            _code(flags.get(field.name, NO_FLAG).spelling),
-            _code(f"PENSTOCK_{field.name.upper()}"),
-            _default(field.default),
-            _meaning(flags.get(field.name, NO_FLAG).help, comments.get(field.name, "")),
-        )
-        for field in dataclasses.fields(EngineConfig)
-    ]
-    return _table(("setting", "flag", "environment", "default", "meaning"), rows)
+    return _settings_table(EngineConfig, "environment", lambda field: f"PENSTOCK_{field.name.upper()}")
 
 
 def sampling_settings() -> str:
-    flags, comments = _flags_by_name(), _comments(SamplingParams)
-    rows = [
-        (
-            _code(field.name),
-            _code(flags.get(field.name, NO_FLAG).spelling),
-            _code(str(field.type)),
-            _default(field.default),
-            _meaning(flags.get(field.name, NO_FLAG).help, comments.get(field.name, "")),
-        )
-        for field in dataclasses.fields(SamplingParams)
-    ]
-    return _table(("setting", "flag", "type", "default", "meaning"), rows)
+    return _settings_table(SamplingParams, "type", lambda field: str(field.type))
 
 
-def settings_file() -> str:
-    return _code(CONFIG_FILE)
+def _settings_table(kind: type, column: str, cell: Callable[[dataclasses.Field[Any]], str]) -> str:
+    """The settings of a class with the flag of each, and one column of their own."""
+    flags = {parameter.name: parameter for _, command in reversed(_leaves()) for parameter in command.params}
+    comments = _comments(kind)
+    rows = []
+    for field in dataclasses.fields(kind):
+        flag = flags.get(field.name)
+        spelling, text = (_spellings(flag)[-1], flag.help or "") if flag else ("", "")
+        meaning = _meaning(text, comments.get(field.name, ""))
+        rows.append((_code(field.name), _code(spelling), _code(cell(field)), _default(field.default), meaning))
+    return _table(("setting", "flag", column, "default", "meaning"), rows)
 
 
 def families() -> str:
@@ -127,8 +105,11 @@ def families() -> str:
         gguf_names.setdefault(family.model_type, []).append(name)
     # A llama file with a sliding window is a mistral model.
     gguf_names.setdefault("mistral", []).append("llama")
-    rows = [(_code(name), ", ".join(map(_code, gguf_names.get(name, []))) or "not read") for name in FAMILIES]
-    return _table(("`model_type` of a folder", "architecture of a GGUF file"), rows)
+    rows = [
+        (_code(name), ", ".join(map(_code, gguf_names.get(name, []))) or "not read", WHAT_IS_SPECIAL[name])
+        for name in FAMILIES
+    ]
+    return _table(("`model_type` of a folder", "architecture of a GGUF file", "what is special"), rows)
 
 
 def fields_of(kind: type) -> Callable[[], str]:
@@ -164,11 +145,6 @@ def functions(*names: str) -> Callable[[], str]:
     return table
 
 
-def vocabulary() -> str:
-    rows = [(_code(name), _first_sentences(value)) for name, value in _public(VOCABULARY)]
-    return _table(("name", "what it is"), rows)
-
-
 def error_kinds() -> str:
     kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and kind.__module__ == errors.__name__]
     rows = [(_code(kind.__name__), _code(str(kind.status)), _first_sentences(kind)) for kind in kinds]
@@ -197,11 +173,28 @@ def document_of(kind: type[BaseModel]) -> Callable[[], str]:
     return tables
 
 
-def trace_document() -> str:
-    if importlib.util.find_spec("penstock.trace") is None:
-        return "This version writes no traces."
-    return document_of(importlib.import_module("penstock.trace.document").Trace)()
-
+# Of each family; one that is not here stops the build.
+WHAT_IS_SPECIAL = {
+    "llama": "The plain form; SmolLM2 and many others. Linear, llama3 and yarn scaling.",
+    "mistral": "Sliding windows.",
+    "qwen2": "Biases on queries, keys and values; windows by layer.",
+    "qwen3": "Norms on queries and keys.",
+    "qwen2_5_vl_text": "The decoder of Qwen2.5-VL: rotary positions on three axes.",
+    "qwen3_vl_text": "The decoder of Qwen3-VL: the same, interleaved, with features added in its first layers.",
+    "smollm3": "Layers without rotary positions.",
+    "phi3": "Fused projections, longrope, partial rotary.",
+    "olmo2": "Norms on outputs instead of inputs.",
+    "qwen3_moe": "Mixture of experts.",
+    "qwen3_next": "Hybrid: gated delta rule and attention; mixture of experts.",
+    "qwen3_5_text": "Hybrid: gated delta rule and attention.",
+    "qwen3_5_moe_text": "The same with a mixture of experts.",
+    "mixtral": "Mixture of experts.",
+    "gpt_oss": "Mixture of experts, attention sinks; MXFP4 checkpoints are dequantised as they are read.",
+    "bamba": "Hybrid: Mamba 2 and attention.",
+    "granitemoehybrid": "Hybrid: Mamba 2 and attention, with or without experts.",
+    "gemma2": "Softcaps on attention scores and logits.",
+    "gemma3_text": "Local and global layers with rotary tables of their own.",
+}
 
 VOCABULARY = (
     "ChunkedPrefillConfig",
@@ -221,7 +214,7 @@ VOCABULARY = (
 GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "engine-settings": engine_settings,
-    "settings-file": settings_file,
+    "settings-file": lambda: _code(CONFIG_FILE),
     "families": families,
     "sampling-settings": sampling_settings,
     "prefill-progress": fields_of(PrefillProgress),
@@ -232,17 +225,20 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "engine": calls_of(penstock.Engine),
     "async-engine": calls_of(penstock.AsyncEngine, "load", "stream", "generate", "call", "close"),
     "attach": functions("attach", "detach", "selfcheck"),
-    "vocabulary": vocabulary,
+    "vocabulary": lambda: _table(
+        ("name", "what it is"), [(_code(name), _first_sentences(value)) for name, value in _public(VOCABULARY)]
+    ),
     "errors": error_kinds,
     "metrics": metrics,
     "run-document": document_of(RunReport),
     "plan-document": lambda: _document_table(PlanReport),
-    "trace-document": trace_document,
+    "trace-document": document_of(Trace),
 }
 
 
 def _command(name: str, command: Any) -> str:
-    hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+    parameters = inspect.signature(inspect.unwrap(command.callback), eval_str=True).parameters
+    hints = {name: parameter.annotation for name, parameter in parameters.items()}
     rows = [
         (
             ", ".join(map(_code, _spellings(parameter))),
@@ -293,7 +289,7 @@ def _inner_documents(kind: type[BaseModel]) -> list[type[BaseModel]]:
 
 def _document_table(kind: type[BaseModel]) -> str:
     comments = _comments(
-        LaneFacts if kind.__name__ == "Lane" else kind
+        LaneFacts if kind.__name__ == "TraceLane" else kind
     )  # a lane's document has the fields of its facts
     hints = typing.get_type_hints(kind)
     rows = [
@@ -334,14 +330,6 @@ def _words(hint: Any) -> str:
 def _spellings(parameter: Any) -> list[str]:
     is_argument = parameter.param_type_name == "argument"
     return [parameter.metavar or parameter.name.upper()] if is_argument else sorted(parameter.opts, key=len)
-
-
-def _flags_by_name() -> dict[str, Flag]:
-    return {
-        parameter.name: Flag(spelling=_spellings(parameter)[-1], help=parameter.help or "")
-        for name, command in reversed(_leaves())
-        for parameter in command.params
-    }
 
 
 def _leaves() -> list[tuple[str, Any]]:

@@ -28,7 +28,7 @@ from tiny_models import VOCABULARY, save_tiny_model  # noqa: E402
 
 WARM_UP_STEPS = 4096  # as many as the timeline keeps
 
-MOST_GROWTH = 0.02
+MAX_GROWTH = 0.02
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
@@ -141,13 +141,13 @@ def main() -> int:
             load = asyncio.run(keep_streaming(server, folder, asked.streams, asked.seconds))
             is_complete = set(load.ends) == {"complete"}
             print(f"{asked.streams} streams for {asked.seconds:.0f} s: {dict(load.ends)}")
-            is_flat = load.growth <= MOST_GROWTH
+            is_flat = load.growth <= MAX_GROWTH
             looks = load.resident[:: max(1, len(load.resident) // 10)]
             print(f"resident memory: {load.resident[0]:.1f} MB at first, {load.resident[-1]:.1f} MB at last")
             print(
                 f"on the way: {', '.join(f'{mb:.0f}' for mb in looks)} MB; flat: {'yes' if is_flat else 'no'}", end=""
             )
-            print(f" (the last fifth against the first: {load.growth:+.2%}, allowed {MOST_GROWTH:.0%})")
+            print(f" (the last fifth against the first: {load.growth:+.2%}, allowed {MAX_GROWTH:.0%})")
             for _ in range(asked.rounds):
                 asyncio.run(leave_early(server, folder, asked.visitors))
                 is_idle = all(server.metric_becomes(name, 0) for name in IDLE)

@@ -25,7 +25,7 @@ from tiny_vision_models import (
 from transformers import PreTrainedModel
 
 from penstock.engine.engine import Engine
-from penstock.lanes.media_processor import MediaProcessor
+from penstock.foreign.processor import MediaProcessor
 from penstock.request import Output
 
 LIMIT = 1e-4
@@ -155,12 +155,12 @@ def text_subjects(name: str, folder: Path) -> Iterator[Subject]:
 def image_subjects(name: str, folder: Path) -> Iterator[Subject]:
     model = save_tiny_vision_model(name, folder)
     with Engine.load(str(folder), **SETTINGS) as engine:
-        assert engine.model.media is not None
+        assert engine.lane.reads_images
         for length in IMAGE_LENGTHS:
             longer = processed_prompt(name, model, num_text=(length // 4, 5, length))
             num_longer = longer["input_ids"].shape[1]
             inputs = {key: one[:, :length] if one.shape[:2] == (1, num_longer) else one for key, one in longer.items()}
-            engine.model.media.lane.processor = MediaProcessor(TensorProcessor(inputs))
+            engine.model.lane.processor = MediaProcessor(TensorProcessor(inputs))
             ask = partial(engine.generate, TEXT, images=pictures(2))
             yield Subject(
                 engine=engine,

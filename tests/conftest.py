@@ -3,7 +3,14 @@
 import os
 
 from hypothesis import settings
+from sweep_table import sweep_lines
 
 settings.register_profile("people", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "people")
+
+
+def pytest_terminal_summary(terminalreporter):
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    for line in sweep_lines(report for report in reports if report.when == "call"):
+        terminalreporter.write_line(line)

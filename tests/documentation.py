@@ -2,9 +2,9 @@
 
     python documentation.py PAGES.json FAILURES.json MODEL
 
-MODEL takes the place of the default model in commands that read, where they name none. Each page is a process of its
-own, in a folder with the files that the pages speak of. All of them are forked from one that has torch already, because
-starting it for every line would take minutes.
+MODEL takes the place of the default model, in Python and in commands that load one and name none. Each page is a
+process of its own, in a folder with the files that the pages speak of. All of them are forked from one that has torch
+already, because starting it for every line would take minutes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import traceback
 from pathlib import Path
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-REPORT = "Report on the penstock, by A. Miller, 1912.\n" + "The gate was opened and the turbine turned.\n" * 20
-NOTES = "The gate was closed.\n"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TYPED = {"chat": b"Who wrote this?\n\n"}  # an empty line ends a chat
 SHORT_ANSWERS = ("--max-tokens", "2")
 TINY_MODEL = "./my-model"
@@ -51,7 +50,8 @@ def run_page(page: str, shown: list[Block], folder: Path, model: str, failures: 
     try:
         for first_line, language, code in shown:
             if language == "python":
-                exec(compile("\n" * (first_line - 1) + code, page, "exec"), namespace)
+                named = code.replace('"smollm2"', f'"{model}"')
+                exec(compile("\n" * (first_line - 1) + named, page, "exec"), namespace)
             elif language == "sh":
                 for line in code.splitlines():
                     run_line(line, model)
@@ -73,9 +73,10 @@ def run_line(line: str, model: str) -> None:
 
 
 def with_model(arguments: tuple[str, ...], model: str) -> tuple[str, ...]:
-    """Commands that read, with that model where they leave it to the default."""
-    names_none = arguments[0] in ("run", "chat") and arguments[1].startswith("-") and "--help" not in arguments
-    return (arguments[0], model, *arguments[1:]) if names_none else arguments
+    """Commands that load a model, with that one where they leave it to the default."""
+    names_none = not arguments[1:] or (arguments[1].startswith("-") and "--help" not in arguments)
+    loads = arguments[0] in ("run", "chat", "doctor")
+    return (arguments[0], model, *arguments[1:]) if loads and names_none else arguments
 
 
 def piped(command: str) -> bytes:
@@ -110,8 +111,9 @@ def lay_out(folder: Path) -> None:
     from penstock.config import DEFAULT_MODEL
     from penstock.models.files import resolve
 
-    for name, text in {"report.txt": REPORT, "notes.txt": NOTES, "source.txt": NOTES, "LICENSE": REPORT}.items():
-        (folder / name).write_text(text)
+    (folder / "examples").mkdir()
+    for text in EXAMPLES.glob("*.txt"):
+        shutil.copy(text, folder / "examples")
     for name in ("plan.png", "photo.jpg"):
         Image.new("RGB", (40, 30), "red").save(folder / name)
     for model in ("my-model", "my-vision-model", "path/to/model"):
@@ -119,7 +121,7 @@ def lay_out(folder: Path) -> None:
     save_tiny_chat_model(folder / "my-model")
     save_tiny_vision_model("llava", folder / "my-vision-model")
     save_tiny_seq2seq("t5", folder / "path/to/model")
-    (folder / "my-model.gguf").symlink_to(resolve(DEFAULT_MODEL).gguf)
+    (folder / "my-model.gguf").symlink_to(resolve(DEFAULT_MODEL).gguf.path)
     subprocess.run(["git", "init", "--quiet", folder], check=True)
     author = ["-c", "user.name=A. Miller", "-c", "user.email=miller@example.org"]
     commit = ["commit", "--quiet", "--allow-empty", "--message", "Open the gate"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,15 +38,3 @@ def finished(engine: Engine, request_ids: Sequence[int]) -> list[Output]:
     while len(outputs) < len(request_ids):
         outputs |= {event.request_id: event.output for event in engine.step() if hasattr(event, "output")}
     return [outputs[request_id] for request_id in request_ids]
-
-
-def penstock(*arguments: Any, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PENSTOCK_THREADS": "1"},
-        check=False,
-    )

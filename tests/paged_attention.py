@@ -18,7 +18,9 @@ def block_table(num_blocks, layout, first_free):
     return [first_free + (i ^ 3) for i in range(num_blocks)]  # short runs, out of order
 
 
-def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32, sinks=None, spans=()):
+def paged(
+    chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float32, sinks=None, spans=(), has_flash=True
+):
     """Runs (start, end) chunks of several sequences as one step; returns what was attended and what should be."""
     generator = torch.Generator().manual_seed(3)
     blocks_of = [-(-end // BLOCK) for _, end in chunks]
@@ -42,6 +44,7 @@ def paged(chunks, rule, layout, heads=4, kv_heads=2, size=16, dtype=torch.float3
         queries.append(q)
         starts.append(starts[-1] + len(q))
     attention = CpuAttention(storage, BLOCK)
+    attention.has_flash = has_flash
     attention.begin_step(
         ForwardInputs(
             ids_T=torch.zeros(starts[-1], dtype=torch.long),

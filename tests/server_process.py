@@ -9,26 +9,29 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from resource import RLIMIT_NOFILE, setrlimit
 
 import httpx
+from hang_bound import HANG_S, within
 
 COMMAND = [sys.executable, "-m", "penstock.cli.main", "serve"]
 
 
 class ServerProcess:
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, max_files: int | None = None) -> None:
         self.process = subprocess.Popen(
             [*COMMAND, *arguments, "--port", "0"],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PENSTOCK_THREADS": "1"},
+            preexec_fn=None if max_files is None else partial(setrlimit, RLIMIT_NOFILE, (max_files, max_files)),
         )
         self.log: list[str] = []
         self.url = ""
-        self._client = httpx.Client(timeout=60)  # kept, because making one takes longer than asking
+        self._client = httpx.Client(timeout=HANG_S)  # kept, because making one takes longer than asking
         self._is_ready = threading.Event()
         threading.Thread(target=self._read_log, daemon=True).start()
 
@@ -41,22 +44,17 @@ class ServerProcess:
                 self._is_ready.set()
         self._is_ready.set()
 
-    def wait(self, timeout_s: float = 180) -> None:
-        assert self._is_ready.wait(timeout_s)
+    def wait(self) -> None:
+        assert self._is_ready.wait(HANG_S)
         assert self.url, "".join(self.log)
 
-    def terminate(self, timeout_s: float = 60) -> int:
+    def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout_s)
+        return self.process.wait(HANG_S)
 
-    def logs(self, word: str, timeout_s: float = 10) -> bool:
+    def logs(self, word: str) -> bool:
         """Whether a line with that word is written, now or soon."""
-        until = time.monotonic() + timeout_s
-        while not any(word in line for line in self.log):
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-        return True
+        return within(HANG_S, lambda: any(word in line for line in self.log))
 
     def metric(self, name: str) -> float:
         text = self._client.get(f"{self.url}/metrics").text
@@ -64,31 +62,24 @@ class ServerProcess:
         assert found, f"there is no metric {name}"
         return float(found[1])
 
-    def metric_becomes(self, name: str, value: float, timeout_s: float = 60) -> bool:
-        return self._waits(lambda: self.metric(name) == value, timeout_s)
+    def metric_becomes(self, name: str, value: float) -> bool:
+        return within(HANG_S, lambda: self.metric(name) == value)
 
-    def metric_reaches(self, name: str, value: float, timeout_s: float = 60) -> bool:
-        return self._waits(lambda: self.metric(name) >= value, timeout_s)
-
-    def _waits(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
-        while not holds():
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.005)
-        return True
+    def metric_reaches(self, name: str, value: float) -> bool:
+        return within(HANG_S, lambda: self.metric(name) >= value)
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(*arguments)
+def serving(*arguments: str, max_files: int | None = None) -> Iterator[ServerProcess]:
+    """`max_files`: how many files the process may have open, connections among them."""
+    server = ServerProcess(*arguments, max_files=max_files)
     try:
         server.wait()
         yield server
     finally:
         if server.process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                server.terminate(20)
+                server.terminate()
         if server.process.poll() is None:
             server.process.kill()
 

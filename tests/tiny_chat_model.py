@@ -10,7 +10,6 @@ import transformers
 
 from penstock.config import DEFAULT_MODEL
 from penstock.models.files import resolve
-from penstock.models.gguf import read_gguf
 from penstock.prompt.load import tokenizer_from_gguf
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -35,7 +34,7 @@ To call one, write <tool_call>
 
 
 def save_tiny_chat_model(folder: Path) -> None:
-    backend = tokenizer_from_gguf(read_gguf(resolve(DEFAULT_MODEL).gguf).metadata).backend
+    backend = tokenizer_from_gguf(resolve(DEFAULT_MODEL).gguf.metadata).backend
     backend.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
 
-from penstock.bench.gpu import Work
-from penstock.engine.random_model import LARGEST, QWEN3_8B
+from penstock.bench.random_model import random_transformers_model, save_model
+from penstock.bench.work import SHAPES, Work
 
 BATCHES = ((1, 1024), (8, 1024), (8, 32768))
 NUM_STEPS = 32
@@ -27,26 +26,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    model = random_model(QWEN3_8B, "cuda")
+    model = random_transformers_model(SHAPES["qwen3-8b"], "cuda")
     found: dict[str, Any] = {"engine": "transformers", "version": transformers.__version__}
     for size, context in BATCHES:
         seconds = decode_step_s(model, Work(), size, context)
         found[f"tpot_{size}_{context}"] = seconds
         print(f"transformers decode {size} at {context}: {seconds * 1e3:.2f} ms", flush=True)
-    save(model, folder)
+    save_model(model, str(folder))
     print("RESULT", json.dumps(found))
-
-
-def random_model(config: dict[str, Any], device: str) -> Any:
-    """Weights drawn as those of the other engines are: how fast a card multiplies depends on what it multiplies."""
-    made = transformers.AutoConfig.for_model(**config)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval()
-    with torch.inference_mode():
-        for parameter in model.parameters():
-            parameter.uniform_(-LARGEST, LARGEST)
-    return model
 
 
 @torch.inference_mode()
@@ -77,12 +64,6 @@ def joined(caches: list[Any]) -> Any:
         for layer in layers:
             layer.keys = layer.values = None
     return whole
-
-
-def save(model: Any, folder: Path) -> None:
-    """With a tokenizer of one word: the prompts are token ids."""
-    model.save_pretrained(folder)
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0}, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
 def _wait(device: torch.device) -> None:

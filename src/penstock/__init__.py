@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.attached.attach import attach, detach
     from penstock.config import EngineConfig, PrefillPriority
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.engine import Engine
     from penstock.engine.planning import plan
     from penstock.errors import PenstockError
-    from penstock.lanes.attach import attach, detach
-    from penstock.lanes.selfcheck import selfcheck
-    from penstock.lanes.verdicts import Verdict
     from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, create_prefill_chunks
     from penstock.plan.memory import MemoryModel, ModelShape, PrefillMemoryEstimate, peak_memory_estimate
+    from penstock.proof.selfcheck import selfcheck
+    from penstock.proof.verdict import Verdict
     from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
     from penstock.schedule.prefill import Prefill, PrefillScheduler, StartDecode, YieldToDecode
     from penstock.trace.document import Trace
@@ -44,13 +44,13 @@ _HOME = {
     "StartDecode": "schedule.prefill",
     "Token": "request",
     "Trace": "trace.document",
-    "Verdict": "lanes.verdicts",
+    "Verdict": "proof.verdict",
     "YieldToDecode": "schedule.prefill",
-    "attach": "lanes.attach",
+    "attach": "attached.attach",
     "create_prefill_chunks": "plan.chunks",
-    "detach": "lanes.attach",
+    "detach": "attached.attach",
     "peak_memory_estimate": "plan.memory",
-    "selfcheck": "lanes.selfcheck",
+    "selfcheck": "proof.selfcheck",
 }
 
 __all__ = [*_HOME, "plan"]

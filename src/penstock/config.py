@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +17,44 @@ from penstock.errors import InvalidSetting
 
 DEFAULT_MODEL = "smollm2"
 CONFIG_FILE = "penstock.toml"
-DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZE = ("auto", "none", "keep", "int8", "int4")
-CPU_KERNELS = ("auto", "torch")
-DEVICES = ("auto", "cpu", "cuda", "mps")
+# Settings that take one of a few words, and those that are whole numbers from 1.
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "quantize": ("auto", "none", "keep", "int8", "int4"),
+    "cpu_kernels": ("auto", "torch"),
+    "device": ("auto", "cpu", "cuda", "mps"),
+}
+AT_LEAST_ONE = (
+    "memory",
+    "context",
+    "threads",
+    "block_size",
+    "max_chunk_size",
+    "min_chunk_size",
+    "max_running",
+    "floor",
+)
+AT_LEAST_ONE += ("max_waiting", "max_waiting_tokens")
 
+MB, KIB, MIB, GIB = 1e6, 2**10, 2**20, 2**30
 HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200
 
 # What becomes resident with the first chunk: the code and buffers of the matrix library.
 FIRST_CALL_BYTES_ESTIMATE = 28 * 2**20
 # Resident bytes of Python and torch on x86-64 Linux with torch 2.13, with the first chunk. The engine measures its own.
-# 263 to 312 MB were seen before that chunk, of the same libraries: what the system has of their files counts too.
-# This is the middle: weights in few bits leave a plan less to be wrong about than half of that range.
-RUNTIME_BYTES_ESTIMATE = 275 * 2**20 + FIRST_CALL_BYTES_ESTIMATE
-# Of a tokenizer: 410 for words, 590 for byte pairs from a GGUF file.
-TOKENIZER_BYTES_PER_TOKEN_ESTIMATE = 500
-# What importing a model class of transformers adds: 196 to 226 MB.
-TRANSFORMERS_BYTES_ESTIMATE = 200 * 2**20
+# 242 to 312 MB were seen before that chunk, of the same libraries: what the system has of their files counts too, and
+# two installations of one version differed by 66 MB. This is the middle.
+RUNTIME_BYTES_ESTIMATE = 261 * MIB + FIRST_CALL_BYTES_ESTIMATE
+# Of a tokenizer: 250 to 430 for byte pairs and words, 1,100 for a unigram model of 32,100 tokens.
+TOKENIZER_BYTES_PER_TOKEN_ESTIMATE = 400
+# What importing a model class of transformers adds: 179 to 226 MB.
+TRANSFORMERS_BYTES_ESTIMATE = 206 * MIB
 # Share of the free memory left to others when no budget is given.
 FREE_MEMORY_MARGIN = 0.1
 # Of the memory beside the weights that recurrent states may take.
 STATE_SHARE = 0.25
 # Tokens of a GPU's step that a latency target cuts. Each size has matrix kernels of its own, loaded when it is first
-# used, so they are few; the smaller ones are recorded ahead of time.
+# used, so they are few; the smaller ones are captured ahead of time.
 GPU_STEP_SIZES = (
     *range(64, 1025, 64),
     *range(1152, 2049, 128),
@@ -48,8 +65,9 @@ GPU_STEP_SIZES = (
 CPU_STEP_SIZES = range(32, 2**20, 32)
 # The most that `auto` picks. A CPU gains nothing past it. A GPU's products are fastest there, and answers beside a
 # prompt wait as long as such a chunk takes; where a latency target says how long that may be, it alone limits chunks.
+# A step reads the weights of nearly all experts however few tokens it has, so theirs are wide too.
 CPU_AUTO_CHUNK, GPU_AUTO_CHUNK = 1024, 2048
-GPU_TARGET_CHUNK = GPU_STEP_SIZES[-1]
+GPU_WIDE_CHUNK = GPU_STEP_SIZES[-1]
 # Checkpoints of recurrent state that are kept lie at least this far apart; the newest of a sequence is kept besides.
 CHECKPOINT_TOKENS = 512
 
@@ -72,7 +90,7 @@ class EngineConfig:
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"
     dtype: str = "auto"
-    quantize: str = "auto"  # keep: matrices in few bits as the GGUF has them; int8, int4: packed on load; none: neither
+    quantize: str = "auto"  # keep: few bits as the GGUF has them; int8, int4: quantized on load; none: neither
     threads: int | None = None  # None: the physical cores this process may use
     cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never
     block_size: int = 16
@@ -89,18 +107,19 @@ class EngineConfig:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Of a step; 0: no limit."""
+        """Tells how many prompt tokens a step may have at most; 0 means no limit."""
         return self.most_auto_tokens if self.chunk_size is None else self.chunk_size
 
     @property
     def most_auto_tokens(self) -> int:
         return self.max_chunk_size or CPU_AUTO_CHUNK
 
-    def on_device(self, device: str) -> EngineConfig:
-        """With what depends on the device filled in."""
+    def on_device(self, device: str, *, gains_from_width: bool = False) -> EngineConfig:
+        """Fills in what depends on the device. `gains_from_width`: the model has experts, which our own kernels run."""
         if device != "cuda" or self.max_chunk_size is not None:
             return self
-        return replace(self, max_chunk_size=GPU_AUTO_CHUNK if self.latency_target_ms is None else GPU_TARGET_CHUNK)
+        is_wide = gains_from_width or self.latency_target_ms is not None
+        return replace(self, max_chunk_size=GPU_WIDE_CHUNK if is_wide else GPU_AUTO_CHUNK)
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 0:
@@ -116,20 +135,7 @@ class EngineConfig:
                 f"Overlap is {self.overlap}; with an automatic chunk size it must be below {self.min_chunk_size}. "
                 "Lower it or give --chunk-size."
             )
-        for name in (
-            "memory",
-            "context",
-            "threads",
-            "block_size",
-            "max_chunk_size",
-            "min_chunk_size",
-            "max_running",
-            "floor",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
-        for name in ("max_waiting", "max_waiting_tokens"):
+        for name in AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
@@ -137,14 +143,9 @@ class EngineConfig:
             raise InvalidSetting(f"max_checkpoints is {self.max_checkpoints}; it must be 0 or more.")
         if self.latency_target_ms is not None and not 1 <= self.latency_target_ms <= 60_000:
             raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
-        if self.dtype not in DTYPES:
-            raise InvalidSetting(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
-        if self.quantize not in QUANTIZE:
-            raise InvalidSetting(f"quantize is {self.quantize!r}; it must be one of {', '.join(QUANTIZE)}.")
-        if self.cpu_kernels not in CPU_KERNELS:
-            raise InvalidSetting(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
-        if self.device not in DEVICES:
-            raise InvalidSetting(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise InvalidSetting(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
 
 
 def load_config(
@@ -192,6 +193,12 @@ def parse_bytes(value: str | int) -> int:
     return int(float(number) * (1000 if is_decimal else 1024) ** exponent)
 
 
+def written_budget(num_bytes: float) -> str:
+    """Writes bytes as --memory takes them, rounded up to three digits or to whole megabytes."""
+    megabytes = ceil(num_bytes / MB)
+    return f"{megabytes}MB" if megabytes < 1000 else f"{ceil(num_bytes / MB / 10) / 100:g}GB"
+
+
 def parse_chunk_size(value: str | int) -> int | None:
     if value == "auto":
         return None
@@ -233,20 +240,33 @@ def _parse_milliseconds(value: object) -> float:
         raise InvalidSetting(f"The latency target is {value!r}; write a number of milliseconds.") from None
 
 
-def _parser_for(name: str) -> Any:
-    if name == "chunk_size":
-        return parse_chunk_size
-    if name == "memory":
-        return parse_bytes
-    if name == "priority":
-        return parse_priority
-    if name == "latency_target_ms":
-        return _parse_milliseconds
-    if name in ("strict", "prefix_cache"):
-        return lambda value: _parse_bool(name, value)
-    if name in ("lane", "device", "dtype", "quantize", "cpu_kernels"):
+def _parse_memory(value: str | int) -> int:
+    num_bytes = parse_bytes(value)
+    if 0 < num_bytes < MB and str(value).strip().isdigit():
+        raise InvalidSetting(f"Memory is {num_bytes} bytes, which hold no model; did you mean {num_bytes}MB?")
+    return num_bytes
+
+
+# Settings that are not read as their type says.
+OWN_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "chunk_size": parse_chunk_size,
+    "memory": _parse_memory,
+    "priority": parse_priority,
+    "latency_target_ms": _parse_milliseconds,
+}
+
+
+def _parser_for(name: str, kind: str) -> Callable[[Any], Any]:
+    if kind.startswith("str"):
         return str
-    return lambda value: _parse_int(name, value, "a whole number")
+    if kind == "bool":
+        return partial(_parse_bool, name)
+    return partial(_parse_int, name, allowed="a whole number")
 
 
-PARSERS = {field.name: _parser_for(field.name) for field in fields(EngineConfig)}
+PARSERS = {field.name: _parser_for(field.name, str(field.type)) for field in fields(EngineConfig)} | OWN_PARSERS
+
+
+def cache_folder(name: str) -> Path:
+    """Returns the folder in which the user's cache keeps one kind of thing, whether it is there or not."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / name

@@ -1,6 +1,16 @@
 """Errors users can meet. Each says what, the value, the limit and the way out, and knows its HTTP status."""
 
 
+def first_line(error: Exception | str, most_letters: int | None = 160) -> str:
+    """Returns what an error says first, without its stop, to be put into a sentence; its class if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most_letters].rstrip(". ")
+
+
+def counted(num_tokens: int, *, is_all: bool) -> str:
+    """Writes the number of tokens of a prompt that may not have been read to its end."""
+    return f"{num_tokens} tokens" if is_all else f"{num_tokens} tokens or more"
+
+
 class PenstockError(Exception):
     """Base of every error that is the caller's to mend; the command line prints it and exits with 2."""
 
@@ -65,3 +75,10 @@ class InvalidMedia(PenstockError):
 
 class InvalidTrace(PenstockError):
     """A file is no trace, or one of a version that is not read."""
+
+
+def reads_text_only(num_images: int, lane: str) -> InvalidMedia:
+    return InvalidMedia(
+        f"{num_images} image(s) given; this model runs on {lane}, which reads text only. Leave them out or take an "
+        "image-text model."
+    )

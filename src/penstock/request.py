@@ -36,12 +36,12 @@ class SamplingParams:
 
     @property
     def needs_every_token(self) -> bool:
-        """Of the prompt: something is made from each, so that none may come from the prefix cache."""
+        """Tells whether something is made from every prompt token, so that none may come from the prefix cache."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> SamplingParams:
-        """From arguments as users give them; a name that does not exist is refused."""
+        """Reads arguments as users give them; a name that does not exist is refused."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             names = ", ".join(sorted(known))
@@ -165,7 +165,7 @@ class Status(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Sequence:
-    """The progress of one request. Only the scheduler changes it."""
+    """Holds the progress of one request. Only the room `schedule` changes it."""
 
     request: Request
     tokens: list[int]
@@ -368,3 +368,6 @@ class Failed:
 class Finished:
     request_id: int
     output: Output
+
+
+Event = PrefillProgress | Token | Failed | Finished

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from penstock.config import load_config
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
-from penstock.lanes.media_processor import MediaProcessor
+from penstock.foreign.processor import MediaProcessor
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def load_vision(tiny_vision, own_verdicts) -> Iterator[Callable[..., Engine]]:
         loaded = load_model(str(folder), config)
         if num_blocks is not None:
             loaded = dataclasses.replace(loaded, num_blocks=num_blocks)
-        engine = Engine(loaded, config)
+        engine = Engine(loaded)
         if engine.model.lane.processor is None:
             engine.model.lane.processor = MediaProcessor(TensorProcessor(plain_inputs(name, model)))
         engines.append(engine)

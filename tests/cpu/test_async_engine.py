@@ -4,16 +4,20 @@ import asyncio
 import threading
 
 import pytest
+from hang_bound import HANG_S, finished, until
 from tiny_models import prompt
 
-from penstock.engine.async_engine import MOST_UNREAD, AsyncEngine
+from penstock.engine.async_engine import MAX_UNREAD, AsyncEngine
 from penstock.errors import EngineClosed, InvalidPrompt
 from penstock.prompt.source import TextPart
 from penstock.request import Finished, PrefillProgress, Token
 
 
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, timeout=60))
+def stepping(engine):
+    """Set by the first step of the engine."""
+    has_begun = threading.Event()
+    engine.on_step = lambda plan, result: has_begun.set()
+    return has_begun
 
 
 def test_many_tasks_get_what_each_gets_alone(load):
@@ -26,7 +30,7 @@ def test_many_tasks_get_what_each_gets_alone(load):
         await engine.close()
         return [output.token_ids for output in outputs]
 
-    assert run(scenario()) == alone
+    assert finished(scenario()) == alone
 
 
 def test_a_stream_gives_progress_tokens_and_the_end(load):
@@ -36,7 +40,7 @@ def test_a_stream_gives_progress_tokens_and_the_end(load):
         await engine.close()
         return kinds
 
-    assert run(scenario()) == [PrefillProgress] * 3 + [Token] * 3 + [Finished]
+    assert finished(scenario()) == [PrefillProgress] * 3 + [Token] * 3 + [Finished]
 
 
 @pytest.mark.parametrize("way", ["leave", "cancel"])
@@ -52,18 +56,18 @@ def test_leaving_or_cancelling_ends_the_request_and_frees_its_blocks(load, way):
                     break
             await stream.aclose()
 
+        has_begun = stepping(inner)
         task = asyncio.create_task(follow(3))
         if way == "cancel":
-            await asyncio.sleep(0.05)
+            await until(has_begun.is_set)
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while inner.scheduler.has_work:
-            await asyncio.sleep(0.01)
+        await until(lambda: not inner.scheduler.has_work)
         held = await engine.call(lambda e: (e.scheduler.pool.num_held, dict(e._active)))
         await engine.close()
         return held
 
-    assert run(scenario()) == (0, {})
+    assert finished(scenario()) == (0, {})
 
 
 @pytest.mark.parametrize("num_turns", range(6))
@@ -71,8 +75,8 @@ def test_a_cancellation_that_comes_together_with_an_event_is_not_forgotten(load,
     async def scenario():
         engine = AsyncEngine(load(chunk_size=16))
         follower = engine.follower()
-        waiting = asyncio.create_task(follower.next(60))
-        await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(follower.next(HANG_S))
+        await asyncio.sleep(0)  # it begins to wait
         follower.put(Token(request_id=0, token_id=1, text="a"))
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -82,16 +86,16 @@ def test_a_cancellation_that_comes_together_with_an_event_is_not_forgotten(load,
         await engine.close()
         return was_done, waiting.cancelled()
 
-    was_done, was_cancelled = run(scenario())
+    was_done, was_cancelled = finished(scenario())
     assert was_cancelled is not was_done
 
 
 def test_a_slow_reader_rests_and_does_not_stop_the_others(load):
     async def scenario():
         engine = AsyncEngine(inner := load(chunk_size=16, context=4000))
-        slow = engine.stream(prompt(20), max_tokens=MOST_UNREAD + 300, ignore_eos=True)
+        slow = engine.stream(prompt(20), max_tokens=MAX_UNREAD + 300, ignore_eos=True)
         await anext(slow)
-        quick = await engine.generate(prompt(30, seed=2), max_tokens=MOST_UNREAD + 100, ignore_eos=True)
+        quick = await engine.generate(prompt(30, seed=2), max_tokens=MAX_UNREAD + 100, ignore_eos=True)
         (sequence,) = inner.scheduler.sequences.values()
         num_while_resting = sequence.num_generated
         was_paused = sequence.is_paused
@@ -99,11 +103,11 @@ def test_a_slow_reader_rests_and_does_not_stop_the_others(load):
         await engine.close()
         return quick, num_while_resting, was_paused, rest
 
-    quick, num_while_resting, was_paused, rest = run(scenario())
-    assert len(quick.token_ids) == MOST_UNREAD + 100
+    quick, num_while_resting, was_paused, rest = finished(scenario())
+    assert len(quick.token_ids) == MAX_UNREAD + 100
     assert was_paused
-    assert num_while_resting <= MOST_UNREAD + 2
-    assert len(rest[-1].output.token_ids) == MOST_UNREAD + 300
+    assert num_while_resting <= MAX_UNREAD + 2
+    assert len(rest[-1].output.token_ids) == MAX_UNREAD + 300
 
 
 def test_one_bad_prompt_fails_alone(load):
@@ -127,14 +131,15 @@ def test_one_bad_prompt_fails_alone(load):
         await engine.close()
         return output
 
-    assert len(run(scenario()).token_ids) == 20
+    assert len(finished(scenario()).token_ids) == 20
 
 
 def test_closing_finishes_what_runs_and_refuses_what_comes(load):
     async def scenario():
-        engine = AsyncEngine(load(chunk_size=16))
+        has_begun = stepping(inner := load(chunk_size=16))
+        engine = AsyncEngine(inner)
         running = asyncio.create_task(engine.generate(prompt(60), max_tokens=50, ignore_eos=True))
-        await asyncio.sleep(0.05)
+        await until(has_begun.is_set)
         closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
         with pytest.raises(EngineClosed):
@@ -144,18 +149,19 @@ def test_closing_finishes_what_runs_and_refuses_what_comes(load):
             await engine.generate(prompt(5))
         return await running
 
-    assert len(run(scenario()).token_ids) == 50
+    assert len(finished(scenario()).token_ids) == 50
 
 
 def test_closing_without_draining_ends_what_runs(load):
     async def scenario():
-        engine = AsyncEngine(load(chunk_size=16))
+        has_begun = stepping(inner := load(chunk_size=16))
+        engine = AsyncEngine(inner)
         running = asyncio.create_task(engine.generate(prompt(60), max_tokens=900, ignore_eos=True))
-        await asyncio.sleep(0.1)
+        await until(has_begun.is_set)
         await engine.close(drain=False)
         return await running
 
-    output = run(scenario())
+    output = finished(scenario())
     assert output.finish_reason == "abort"
     assert len(output.token_ids) < 900
 
@@ -163,7 +169,7 @@ def test_closing_without_draining_ends_what_runs(load):
 def test_a_reader_whose_event_loop_was_closed_takes_nobody_with_it(load):
     inner = load(chunk_size=16)
     is_in_step, may_go_on = threading.Event(), threading.Event()
-    inner.on_plan = lambda plan: (is_in_step.set(), may_go_on.wait(60))
+    inner.on_plan = lambda plan: (is_in_step.set(), may_go_on.wait(HANG_S))
 
     async def leave():
         engine = AsyncEngine(inner)
@@ -178,9 +184,9 @@ def test_a_reader_whose_event_loop_was_closed_takes_nobody_with_it(load):
         await engine.close()
         return len(output.token_ids), held
 
-    engine = run(leave())
+    engine = finished(leave())
     may_go_on.set()
-    assert run(come(engine)) == (2, (0, {}))
+    assert finished(come(engine)) == (2, (0, {}))
 
 
 def test_a_request_at_rest_is_ended_when_the_event_loop_of_its_reader_is_closed(load):
@@ -189,7 +195,7 @@ def test_a_request_at_rest_is_ended_when_the_event_loop_of_its_reader_is_closed(
     stream = engine.stream(prompt(20), max_tokens=3000, ignore_eos=True)
     loop.run_until_complete(at_rest(engine, stream))
     loop.close()  # nobody cancels the stream
-    run(engine.close())
+    finished(engine.close())
     assert not engine.engine.scheduler.has_work
 
 
@@ -210,7 +216,7 @@ def test_whoever_waits_is_told_when_the_step_thread_ends_by_an_error(load):
             await engine.call(lambda e: e.lane)
         await engine.close()
 
-    run(scenario())
+    finished(scenario())
 
 
 def test_closing_without_draining_ends_requests_whose_readers_rest(load):
@@ -218,23 +224,23 @@ def test_closing_without_draining_ends_requests_whose_readers_rest(load):
         engine = AsyncEngine(load(chunk_size=16, context=4000))
         stream = engine.stream(prompt(20), max_tokens=3000, ignore_eos=True)
         await at_rest(engine, stream)
-        await asyncio.wait_for(engine.close(drain=False), timeout=10)
+        await engine.close(drain=False)
         return [event async for event in stream]
 
-    assert run(scenario())[-1].output.finish_reason == "abort"
+    assert finished(scenario())[-1].output.finish_reason == "abort"
 
 
 def test_closing_finishes_requests_whose_readers_rest_once_they_read_on(load):
     async def scenario():
         engine = AsyncEngine(load(chunk_size=16, context=4000))
-        stream = engine.stream(prompt(20), max_tokens=MOST_UNREAD + 300, ignore_eos=True)
+        stream = engine.stream(prompt(20), max_tokens=MAX_UNREAD + 300, ignore_eos=True)
         await at_rest(engine, stream)
         closing = asyncio.create_task(engine.close())
         events = [event async for event in stream]
         await closing
         return events
 
-    assert len(run(scenario())[-1].output.token_ids) == MOST_UNREAD + 300
+    assert len(finished(scenario())[-1].output.token_ids) == MAX_UNREAD + 300
 
 
 def test_a_deadline_ends_a_request_at_rest_when_nothing_else_runs(load):
@@ -242,18 +248,16 @@ def test_a_deadline_ends_a_request_at_rest_when_nothing_else_runs(load):
         engine = AsyncEngine(inner := load(chunk_size=16, context=4000))
         stream = engine.stream(prompt(20), max_tokens=3000, ignore_eos=True, deadline_s=2.0)
         await at_rest(engine, stream)
-        while inner.scheduler.has_work:
-            await asyncio.sleep(0.02)
+        await until(lambda: not inner.scheduler.has_work)
         num_held = inner.scheduler.pool.num_held
         events = [event async for event in stream]
         await engine.close()
         return num_held, events[-1].output.finish_reason
 
-    assert run(asyncio.wait_for(scenario(), timeout=20)) == (0, "deadline")
+    assert finished(scenario()) == (0, "deadline")
 
 
 async def at_rest(engine, stream):
     """Its reader takes one event and no more, until the request rests."""
     await anext(stream)
-    while not all(sequence.is_paused for sequence in list(engine.engine.scheduler.sequences.values())):
-        await asyncio.sleep(0.01)
+    await until(lambda: all(sequence.is_paused for sequence in list(engine.engine.scheduler.sequences.values())))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiny_generic import TROUBLE, causal_model
 from tiny_models import VOCABULARY, prompt, tiny_model
 
 import penstock
@@ -158,6 +159,15 @@ def test_a_recurrent_model_whose_state_crosses_chunks_is_exact():
     reference = generate(model, input_ids=ids())
     with penstock.attach(model, chunk_size=7):
         assert_same(generate(model, input_ids=ids()), reference)
+
+
+def test_a_state_under_another_name_is_carried_from_chunk_to_chunk():
+    """RWKV calls its cache `state` and generate does not hand one over before the first call."""
+    model = causal_model(TROUBLE["rwkv"]())
+    reference = generate(model, input_ids=ids())
+    with penstock.attach(model, chunk_size=7) as attachment:
+        assert_same(generate(model, input_ids=ids()), reference)
+    assert attachment.reading.applied
 
 
 # --- the model around it ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Encoder-decoder models that are attached: their own generate gives the same tokens, with the source read in tiles."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -34,6 +36,29 @@ def test_generate_gives_the_same_tokens_and_logits(model, chunk_size):
     assert told[-1].num_computed == told[-1].num_total == 90
     assert torch.equal(generated(model, ids).sequences, plain.sequences)
     assert "generate" not in vars(model)
+
+
+def test_methods_that_an_instance_had_itself_are_put_back():
+    """Other tools set them on the instance, as attach does: those must not be lost."""
+    model = tiny_seq2seq("bart")
+    places = [(model, "generate"), (model, "forward"), (model.get_encoder(), "forward")]
+    for instance, name in places:
+        setattr(instance, name, functools.partial(getattr(instance, name)))
+    own = [vars(instance)[name] for instance, name in places]
+    penstock.detach(penstock.attach(model, chunk_size=7).model)
+    assert [vars(instance).get(name) for instance, name in places] == own
+
+
+def test_what_was_put_before_an_attached_encoder_is_not_removed():
+    model = tiny_seq2seq("bart")
+    penstock.attach(model, chunk_size=7)
+    encoder = model.get_encoder()
+    attached, encoder.forward = encoder.forward, functools.partial(encoder.forward)
+    with pytest.raises(InvalidSetting, match="Something else has replaced"):
+        penstock.detach(model)
+    encoder.forward = attached
+    penstock.detach(model)
+    assert "forward" not in vars(encoder)
 
 
 def test_beams_and_padded_batches_agree(model):

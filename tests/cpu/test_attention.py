@@ -20,11 +20,12 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("has_flash", [True, False])
 @pytest.mark.parametrize("layout", ["one run", "scattered", "short runs"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_paged_attention_equals_plain_attention(rule, layout):
+def test_paged_attention_equals_plain_attention(rule, layout, has_flash):
     chunks = [(0, 1), (0, 37), (99, 100), (64, 128), (70, 75), (300, 361)]
-    attended, expected = paged(chunks, rule, layout)
+    attended, expected = paged(chunks, rule, layout, has_flash=has_flash)
     assert (attended - expected).abs().max() < 2e-5
 
 
@@ -34,9 +35,10 @@ def test_chunks_of_several_query_tiles(rule):
     assert (attended - expected).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("has_flash", [True, False])
 @pytest.mark.parametrize("layout", ["one run", "scattered", "short runs"])
 @pytest.mark.parametrize("name", ["causal", "window 5", "window 40", "window 700"])
-def test_images_see_themselves(name, layout):
+def test_images_see_themselves(name, layout, has_flash):
     """Of five chunks: two images, none, one that began earlier, one whose last row is left, and one of many tiles."""
     num_long = 2 * QUERY_ROWS if layout == "one run" else QUERY_ROWS // 4
     chunks = [(0, 60), (99, 100), (40, 70), (49, 50), (16, 20 + num_long)]
@@ -47,7 +49,7 @@ def test_images_see_themselves(name, layout):
         (Span(start=33, end=50),),
         (Span(start=18, end=19 + num_long),),
     )
-    attended, expected = paged(chunks, RULES[name], layout, spans=spans)
+    attended, expected = paged(chunks, RULES[name], layout, spans=spans, has_flash=has_flash)
     assert (attended - expected).abs().max() < 2e-5
 
 

@@ -1,10 +1,8 @@
 """The chunk size, wherever it is said: flag, environment, file or request. It is kept, or its change is reported."""
 
 import json
-import os
-import subprocess
-import sys
 
+import penstock_command
 import pytest
 from logit_recorder import LogitRecorder
 from tiny_models import prompt, save_tiny_model
@@ -97,18 +95,8 @@ def folders(tmp_path_factory):
 
 
 def penstock(folder, *arguments, **environment):
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.cli.main",
-        *map(str, arguments),
-        "--dtype",
-        "float32",
-        "--memory",
-        "4GiB",
-    ]
-    place = {**os.environ, "PENSTOCK_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=place, cwd=folder, check=False)
+    settings = ["--dtype", "float32", "--memory", "4GiB"]
+    return penstock_command.penstock(*arguments, *settings, folder=folder, PENSTOCK_THREADS="1", **environment)
 
 
 def test_flags_go_before_the_environment_and_that_before_the_file(folders, tmp_path):
@@ -147,5 +135,5 @@ def test_plan_and_run_report_a_changed_size_and_strict_refuses_it(folders, tmp_p
         assert any("chunk size 70 is 64" in adjustment for adjustment in document["adjustments"])
         refused = penstock(tmp_path, *command, "--strict")
         assert refused.returncode == 2
-        assert refused.stdout == ""
-        assert "--strict: chunk size 70 is 64" in refused.stderr.replace("\n", " ")
+        assert refused.stdout == b""
+        assert "--strict: chunk size 70 is 64" in refused.stderr.decode().replace("\n", " ")

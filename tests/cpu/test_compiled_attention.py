@@ -10,12 +10,12 @@ from logit_recorder import LogitRecorder
 from paged_attention import paged
 from tiny_models import prompt
 
-from penstock.attention import c_library
 from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
+from penstock.kernels import build
 
-pytestmark = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
+pytestmark = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
 
 TOLERANCE = 0.02  # values are about 1, and bfloat16 has 8 bits
 RULES = {
@@ -32,9 +32,9 @@ STREAMS = [(130, 131), (520, 521), (40, 41), (0, 1), (1023, 1024), (7, 60), (255
 
 @pytest.fixture(autouse=True)
 def compiled():
-    c_library.use("auto")
+    build.use("auto")
     yield
-    c_library.use("auto")
+    build.use("auto")
 
 
 def attended(chunks, rule=RULES["causal"], layout="one run", *sizes, sinks=None):
@@ -79,7 +79,7 @@ def test_a_sink_takes_its_share_and_gives_nothing(rule):
 
 def test_it_is_no_further_from_plain_attention_than_torch():
     found, expected = attended([(0, 700)], AttentionRule(scale=0.125), "one run", 9, 3, 64)
-    c_library.use("torch")
+    build.use("torch")
     by_torch, _ = attended([(0, 700)], AttentionRule(scale=0.125), "one run", 9, 3, 64)
     assert (found - expected).square().mean() <= 1.05 * (by_torch - expected).square().mean()
 
@@ -95,7 +95,7 @@ class OneSequence:
             pages.copy_(torch.randn(pages.shape, generator=generator))
         self.queries = torch.randn(500, 9, 64, generator=generator).bfloat16()
         self.attention = CpuAttention(storage, 16)
-        assert self.attention.is_compiled
+        assert self.attention.compiled is not None
 
     def attend(self, rule, cuts):
         parts = [self._chunk(rule, start, end) for start, end in zip([0, *cuts], [*cuts, 500], strict=True)]
@@ -158,7 +158,7 @@ def test_a_chunk_that_holds_the_prompt_gives_the_bits_of_the_whole_prompt(load):
     logits = []
     for chunk_size in (0, 150, 4096, 0):
         engine = load("llama", chunk_size=chunk_size, dtype="bfloat16")
-        assert engine.model.lane.attention.is_compiled
+        assert engine.model.lane.attention.compiled is not None
         recorder = LogitRecorder(engine)
         engine.generate(tokens, max_tokens=8, ignore_eos=True)
         logits.append(recorder.all)
@@ -166,13 +166,13 @@ def test_a_chunk_that_holds_the_prompt_gives_the_bits_of_the_whole_prompt(load):
 
 
 def test_the_switch_leaves_the_work_to_torch(load):
-    assert not load("llama", dtype="bfloat16", cpu_kernels="torch").model.lane.attention.is_compiled
+    assert load("llama", dtype="bfloat16", cpu_kernels="torch").model.lane.attention.compiled is None
 
 
 STATE = """
 import os, torch
-from penstock.attention import c_library
-print(c_library.kernels().library is not None, c_library.kernels().reason)
+from penstock.kernels import build
+print(build.kernels().library is not None, build.kernels().reason)
 """
 
 
@@ -183,6 +183,7 @@ def state(**environment):
     )
 
 
+@pytest.mark.evidence  # compiles everything, twice
 def test_two_processes_may_build_it_at_once(tmp_path):
     running = [state(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     assert all(process.communicate()[0].startswith("True") for process in running)

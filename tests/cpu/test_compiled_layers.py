@@ -3,21 +3,22 @@
 import pytest
 import torch
 
-from penstock.attention import c_library
 from penstock.attention.backend import ForwardInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
+from penstock.kernels import build
+from penstock.kernels.calls import c_kernels
 from penstock.models.cpu_layers import multiply
 from penstock.models.layers import Linear, RmsNorm, gated_activation, wide_product
 
-pytestmark = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
+pytestmark = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
 
 ULP = 2**-8  # relative; half of it is rounding
 
 
 @pytest.fixture(autouse=True)
 def compiled():
-    c_library.use("auto")
+    build.use("auto")
 
 
 def random(*shape, seed=0):
@@ -75,7 +76,7 @@ def test_a_product_is_what_it_should_be_and_is_added_to_what_is_there(num_rows, 
 
 def test_a_product_of_more_rows_than_are_turned_at_once():
     x, weight = random(1030, 96, seed=3), random(130, 96)
-    found = multiply(c_library.c_kernels(), x, weight, None)
+    found = multiply(c_kernels(), x, weight, None)
     assert_rounded(found, x.double() @ weight.double().T, scale=0.1)
 
 

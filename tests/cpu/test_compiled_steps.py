@@ -5,16 +5,16 @@ import torch
 from logit_recorder import LogitRecorder
 from tiny_models import prompt
 
-from penstock.attention import c_library
+from penstock.kernels import build
 
-pytestmark = pytest.mark.skipif(c_library.kernels().library is None, reason=c_library.kernels().reason)
+pytestmark = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
 
 PROMPTS = [prompt(130), prompt(45)[7:20], prompt(45)[:3]]
 
 
 @pytest.fixture(autouse=True)
 def compiled():
-    c_library.use("auto")
+    build.use("auto")
 
 
 def logits_of(engine):

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from itertools import compress, pairwise
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from types import ModuleType
 import documentation
 import pytest
 import typer
+from defined_names import is_defined, strange_private_names
 from documentation import FENCE, Block, penstock_call
 from fastapi.routing import APIRoute
 from markdown.extensions.toc import slugify
@@ -24,15 +24,18 @@ from penstock.bench.cpu import CpuReport
 from penstock.cli.main import app
 from penstock.config import DEFAULT_MODEL, load_config
 from penstock.models.files import resolve
-from penstock.models.gguf import read_gguf
+from penstock.models.spec import FAMILIES
 from penstock.prompt.load import tokenizer_from_gguf
 from penstock.server.app import ROUTERS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 WITH_PROGRAMS = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guides").glob("*.md"))]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
-LEAST_CONCEPT_TOKENS, MOST_CONCEPT_TOKENS = 6_200, 7_400  # `make run` reads them; the default model holds 8,192
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+    *sorted(DOCS.rglob("*.md")),
+]
+LEAST_CONCEPT_TOKENS, MAX_CONCEPT_TOKENS = 6_200, 7_400  # `make run` reads them; the default model holds 8,192
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
@@ -144,8 +147,8 @@ def test_every_line_that_serves_is_accepted():
 
 
 def test_every_promise_names_commands_that_are_there():
-    section = (ROOT / "README.md").read_text().partition("## Five promises")[2].partition("\n###")[0]
-    proofs = [line.rstrip("| ").rpartition(" | ")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    lines = (DOCS / "reference" / "promises.md").read_text().splitlines()
+    proofs = [line.rstrip("| ").rpartition(" | ")[2] for line in lines if line.startswith("| ")][1:]
     assert len(proofs) == 5
     for proof in proofs:
         commands = re.findall(r"`([^`]+)`", proof)
@@ -200,9 +203,8 @@ def test_every_generated_part_can_be_made(page, hooks):
     assert "<!-- generated" not in hooks.on_page_markdown(page.read_text(encoding="utf-8"))
 
 
-def test_the_readme_lists_the_families_that_there_are(hooks):
-    section = (ROOT / "README.md").read_text().partition("## Supported models")[2]
-    assert [row[:2] for row in rows(section)] == rows(hooks.families())
+def test_what_is_special_is_said_of_the_families_that_there_are(hooks):
+    assert list(hooks.WHAT_IS_SPECIAL) == list(FAMILIES)
 
 
 def test_the_map_has_one_line_for_every_file():
@@ -240,23 +242,50 @@ def test_the_names_in_development_pages_exist(page):
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     folders = (ROOT, ROOT / "src" / "penstock", DOCS)
     assert [path for path in PATH.findall(text) if not any((folder / path).exists() for folder in folders)] == []
-    missing = [name for name in NAME.findall(text) if not set(name.split(".")) <= known_words()]
-    assert [name for name in missing if not (folders[1] / name).exists()] == []
+    missing = {name for name in NAME.findall(text) if not is_defined(name)}
+    assert {name for name in missing if not any((folder / name).exists() for folder in folders)} == set()
 
 
-@cache
-def known_words() -> set[str]:
-    code = (path for folder in ("src", "tests", "scripts") for path in (ROOT / folder).rglob("*"))
-    settings = [ROOT / name for name in ("pyproject.toml", "Makefile", "scripts/check")]
-    files = [path for path in code if path.suffix in (".py", ".c", ".h")]
-    return {word for path in [*settings, *files] for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+@pytest.mark.parametrize("page", sorted((DOCS / "development").glob("*.md")), ids=name_of)
+def test_private_names_are_those_of_the_files_that_a_section_speaks_of(page):
+    for section in re.split(r"^#+ ", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE):
+        assert strange_private_names(NAME.findall(section), PATH.findall(section)) == [], section.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["Scheduler.apply", "models.files.resolve", "chunk_end", "penstock_attend", "Engine.lane"]
+)
+def test_a_name_that_is_there_is_found(name):
+    assert is_defined(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["Scheduler.chat_feed", "models.files.read_gguf", "CpuAttention.logits", "no_such_name"]
+)
+def test_a_name_that_is_elsewhere_or_nowhere_is_noticed(name):
+    assert not is_defined(name)
+
+
+def test_a_private_name_of_another_file_is_noticed():
+    assert strange_private_names(["Decoder", "_attention", "_mlp"], []) == ["_attention"]
+
+
+def test_every_decision_has_a_status_and_names_decisions_that_there_are():
+    text = (DOCS / "development" / "decisions.md").read_text()
+    decisions = re.findall(r"^\*\*.+?(?=\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    letters = re.findall(r"^\*\*\((\w+)\) ", text, flags=re.MULTILINE)
+    assert len(letters) == len(set(letters)) > 80
+    for decision in decisions:
+        status = re.search(r"\*(In force|Replaced by)\b[^*]*\.\*$", decision.rstrip())
+        assert status, decision[:80]
+    assert set(re.findall(r"\(([a-z]{2})\)", text)) <= set(letters)
 
 
 def test_the_concepts_are_as_long_as_make_run_needs_them():
-    backend = tokenizer_from_gguf(read_gguf(resolve(DEFAULT_MODEL).gguf).metadata).backend
+    backend = tokenizer_from_gguf(resolve(DEFAULT_MODEL).gguf.metadata).backend
     texts = [page.read_text(encoding="utf-8") for page in sorted((DOCS / "concepts").glob("*.md"))]
     num_tokens = sum(len(backend.encode(text, add_special_tokens=False).ids) for text in texts)
-    assert LEAST_CONCEPT_TOKENS <= num_tokens <= MOST_CONCEPT_TOKENS
+    assert LEAST_CONCEPT_TOKENS <= num_tokens <= MAX_CONCEPT_TOKENS
 
 
 def test_the_tables_of_the_benchmarks_are_made_from_what_was_measured():

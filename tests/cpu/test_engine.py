@@ -11,8 +11,9 @@ from tiny_models import VOCABULARY, prompt, reference_logits, save_tiny_model
 
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, InvalidSetting, MemoryTooSmall, PromptTooLong, UnknownLane
+from penstock.plan.pace import Pace
 from penstock.prompt.source import TextPart
-from penstock.request import Failed, Finished, PrefillProgress, Token
+from penstock.request import Failed, Finished, PrefillProgress, SamplingParams, Token
 
 
 def words(tokens):
@@ -31,6 +32,17 @@ def test_a_stream_tells_progress_then_tokens_then_the_end(load):
     assert output.text == "".join(event.text for event in events[3:-1])
     assert output.finish_reason == "length"
     assert [(chunk.start, chunk.end) for chunk in output.chunks] == [(0, 40), (40, 80), (80, 100)]
+
+
+def test_the_time_left_follows_from_what_the_chunks_took(load):
+    *events, end = load(chunk_size=8).stream(prompt(300), max_tokens=1, ignore_eos=True)
+    told = [event for event in events if isinstance(event, PrefillProgress)]
+    pace = Pace()
+    for event, chunk in zip(told, end.output.chunks, strict=True):
+        pace.note(chunk.start, chunk.end, chunk.ms / 1e3)
+        assert event.eta_s == pytest.approx(pace.seconds_left(chunk.end, 300, event.elapsed_s))
+    assert len(told) == 38
+    assert told[-1].eta_s == 0
 
 
 def test_a_text_a_list_of_ids_and_a_feed_are_the_same_prompt(load):
@@ -352,6 +364,15 @@ def test_settings_that_cannot_hold_are_refused(load, settings, error):
 def test_impossible_sampling_is_refused(load, sampling):
     with pytest.raises(InvalidSetting):
         load().generate(prompt(5), **sampling)
+
+
+def test_sampling_can_be_given_at_once_and_not_in_two_ways(load):
+    engine = load()
+    values = {"max_tokens": 9, "temperature": 1.5, "seed": 3, "ignore_eos": True}
+    given = engine.generate(prompt(30), params=SamplingParams(**values))
+    assert given.token_ids == engine.generate(prompt(30), **values).token_ids
+    with pytest.raises(InvalidSetting, match="max_tokens is given beside params"):
+        engine.generate(prompt(30), params=SamplingParams(), max_tokens=5)
 
 
 def test_the_same_request_twice_gives_bitwise_the_same_logits(load):

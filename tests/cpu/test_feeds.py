@@ -70,4 +70,4 @@ def test_a_feed_that_is_read_whole_is_refused_where_it_breaks():
     feed = TokenFeed(batches=batches())
     for _ in range(2):
         with pytest.raises(InvalidPrompt, match="Input/output error"):
-            feed.take_all(lambda num_tokens: None)
+            feed.take_all(lambda num_tokens, *, is_all: None)

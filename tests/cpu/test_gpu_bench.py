@@ -1,16 +1,21 @@
 """The work that GPUs are measured with, in small and on a CPU: every part runs and gives the keys that peers give."""
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 import torch
 from programs import program
 
-from penstock.bench.gpu import GpuBench, Work
+from penstock.bench.gpu import GpuBench
+from penstock.bench.random_model import random_engine, random_transformers_model, save_model
+from penstock.bench.work import SHAPES, Mixed, Work
+from penstock.cli.bench import SHAPE_NAMES
 from penstock.engine.engine import Engine
-from penstock.engine.random_model import QWEN3_8B, random_engine
+from penstock.models.spec import decoder_spec
 
 SMALL = Work(
     prompt_lengths=(64, 200),
@@ -24,7 +29,7 @@ SMALL = Work(
     queue=(5, 64, 16),
     vocabulary=190,
 )
-SHAPE = QWEN3_8B | {
+SHAPE = SHAPES["qwen3-8b"] | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -64,6 +69,41 @@ def test_every_part_gives_the_keys_that_peers_give(bench):
     assert {"prefill 64", "decode 4 at 32", "late steps", "offline"} <= set(said)
 
 
+H200 = Path(__file__).parents[2] / "benchmarks" / "h200"
+
+
+def test_the_work_for_another_engine_needs_nothing_but_python():
+    """As in its environment: no library of ours is there."""
+    lines = ["import runpy", f"peer = runpy.run_path({str(H200 / 'vllm_peer.py')!r}, run_name='peer')"]
+    lines += ["print(peer['work_of']('qwen3-8b').tokens(3, 7))"]
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.stdout.split() == str(Work().tokens(3, 7)).split(), done.stderr
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_another_engine_is_given_our_work_on_every_shape(shape):
+    work = program(H200 / "vllm_peer.py", "vllm_peer").work_of(shape)
+    ours = Work.of_vocabulary(decoder_spec(SHAPES[shape]).vocab_size)  # as `bench gpu` asks the loaded model
+    assert asdict(work) == asdict(ours)
+    assert max(work.tokens(5000, 3)) < SHAPES[shape]["vocab_size"]
+    for count, seed in ((2048, 0), (1024, 255), (300, 99)):
+        assert work.tokens(count, seed) == ours.tokens(count, seed)
+
+
+def test_the_work_is_what_vllm_was_measured_with():
+    work, last = Work(), json.loads((H200 / "last.json").read_text())["vllm"]["8192"]
+    keys = {f"prefill_{length}" for length in work.prompt_lengths} | {f"tpot_{b}_{c}" for b, c in work.batches}
+    assert keys | {"mixed", "offline"} == set(last) - {"engine", "version", "shape", "batched", "device"}
+    assert set(last["mixed"]) == {field.name for field in fields(Mixed)}
+    requests = work.requests()
+    assert last["offline"]["tin"] == sum(read for read, _ in requests)
+    assert last["offline"]["tout"] == sum(written for _, written in requests)
+
+
+def test_the_command_knows_every_shape():
+    assert tuple(SHAPES) == SHAPE_NAMES
+
+
 def test_the_command_says_what_is_missing():
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "gpu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -79,9 +119,8 @@ def test_random_weights_are_not_for_other_lanes():
 
 
 def test_transformers_itself_is_measured_and_the_model_left_for_its_lane(tmp_path):
-    path = Path(__file__).parents[2] / "benchmarks" / "h200" / "transformers_decode.py"
-    script = program(path, "transformers_decode")
-    model = script.random_model(SHAPE, "cpu")
+    script = program(H200 / "transformers_decode.py", "transformers_decode")
+    model = random_transformers_model(SHAPE, "cpu")
     assert script.decode_step_s(model, SMALL, 3, 32) > 0
     prompts = [torch.tensor([SMALL.tokens(20, seed)]) for seed in range(3)]
     next_token = torch.tensor([[5], [6], [7]])
@@ -91,7 +130,7 @@ def test_transformers_itself_is_measured_and_the_model_left_for_its_lane(tmp_pat
         whole = [torch.cat([prompt, token[None]], dim=1) for prompt, token in zip(prompts, next_token, strict=True)]
         alone = torch.cat([model(ids).logits[:, -1] for ids in whole])
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=0.02)
-    script.save(model, tmp_path)
+    save_model(model, str(tmp_path))
     settings = {"context": 100, "memory": "4GiB", "threads": 1}
     with Engine.load(str(tmp_path), lane="transformers-generic-text", **settings) as engine:
         assert engine.model.lane.facts.id == "transformers-generic-text"
@@ -102,3 +141,12 @@ def test_random_weights_can_be_packed():
     with random_engine(SHAPE, quantize="int8", context=100, memory="4GiB", threads=1) as engine:
         assert len(engine.generate([1, 2, 3], max_tokens=3, ignore_eos=True).token_ids) == 3
         assert engine.model.memory.shape.weight_bytes < 250_000
+
+
+def test_a_time_below_its_limit_is_told_as_a_wrong_limit():
+    report = program(H200 / "report.py", "h200_report")
+    last = json.loads((H200 / "last.json").read_text())
+    assert "is wrong" not in report.table(last)
+    last["penstock"]["tpot_1_1024"] = 0.9 * report.LIMITS_MS["tpot_1_1024"] / 1e3
+    (wrong,) = (line for line in report.table(last).splitlines() if "is wrong" in line)
+    assert wrong.startswith("| decode step, 1 at 1k")

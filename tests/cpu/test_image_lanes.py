@@ -3,12 +3,13 @@
 import pytest
 import torch
 from image_answers import EXACT, NUM_ENCODED, SAMPLING, answer, finished, plain
+from lane_ids import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL
 from logit_recorder import LogitRecorder
 from tiny_models import prompt
 from tiny_vision_models import IMAGE_TOKEN, KINDS, TEXT, count_images, pictures
 
 from penstock.errors import InvalidMedia, InvalidSetting
-from penstock.lanes.lane import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL
+from penstock.foreign import features as media_features
 
 pytestmark = pytest.mark.parametrize("lane", [NATIVE_MULTIMODAL, GENERIC_MULTIMODAL])
 
@@ -21,6 +22,14 @@ def test_each_image_is_encoded_once(name, lane, load_vision):
     assert sum(encoded) == NUM_ENCODED[name]
     answer(engine)
     assert sum(encoded) == NUM_ENCODED[name], "the same images came again and are known"
+
+
+def test_the_pixels_of_a_prompt_are_hashed_once(lane, load_vision, monkeypatch):
+    engine, hashed = load_vision("llava", lane=lane, chunk_size=3), []
+    medium = media_features._medium
+    monkeypatch.setattr(media_features, "_medium", lambda *given: hashed.append(1) or medium(*given))
+    answer(engine)
+    assert len(hashed) == 2, "one for each picture"
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -21,10 +21,10 @@ from tiny_vision_models import (
 )
 
 from penstock.errors import InvalidMedia, UnsupportedModel
-from penstock.lanes.forward_call import read_in_chunks
-from penstock.lanes.media import MediaPrompt, media_model
-from penstock.lanes.media_features import FeatureCache, batches, split_media
-from penstock.lanes.media_processor import MAX_IMAGE_PIXELS, MediaProcessor, open_image
+from penstock.foreign.features import FeatureCache, batches, split_media
+from penstock.foreign.forward import Cached, CachedForward, read_in_chunks
+from penstock.foreign.images import MediaPrompt, media_model
+from penstock.foreign.processor import MAX_IMAGE_PIXELS, MediaProcessor, open_image
 
 EXACT = 1e-4
 BORDERS = ["inside", "at", "between"]
@@ -51,13 +51,11 @@ def read(media, media_prompt, chunk_limit):
     """(logits of every token, the chunks, the cache)."""
     chunks: list[tuple[int, int, str]] = []
     output = read_in_chunks(
-        media.model,
+        CachedForward(media.model),
         media_prompt,
-        model=media.model,
-        cache=("past_key_values", None),
+        Cached(),
         chunk_limit=chunk_limit,
         num_logit_rows=None,
-        takes_logit_rows=True,
         on_chunk=lambda start, end, reason: chunks.append((start, end, reason)),
     )
     return output.logits, chunks, output.past_key_values

@@ -10,8 +10,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 import transformers
-from image_answers import EXACT, SAMPLING, SETTINGS, answer, finished, penstock, plain
+from image_answers import EXACT, SAMPLING, SETTINGS, answer, finished, plain
+from lane_ids import GENERIC_MULTIMODAL, GENERIC_TEXT
 from logit_recorder import LogitRecorder
+from penstock_command import penstock_text
 from tiny_models import prompt, save_tiny_model, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
 from tiny_vision_models import IMAGE_TOKEN, KINDS, TEXT, TensorProcessor, count_images, pictures, plain_inputs
@@ -29,10 +31,10 @@ from penstock.errors import (
     UnknownLane,
     UnsupportedModel,
 )
-from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, pick_lane
-from penstock.lanes.media_check import NOT_PACKED, check_picture
-from penstock.lanes.media_processor import MediaProcessor
-from penstock.lanes.verdicts import Verdict, Way, save_verdict, verdict_key
+from penstock.foreign.processor import MediaProcessor
+from penstock.lanes.table import pick_lane
+from penstock.proof.images import NOT_PACKED, check_picture
+from penstock.proof.verdict import Verdict, Way, save_verdict, verdict_key
 from penstock.request import Failed, Finished, Token
 
 pytestmark = pytest.mark.usefixtures("own_verdicts")
@@ -46,11 +48,12 @@ def load(load_vision):
 # --- exactness ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("chunk_sizes", [(3, 64), pytest.param((1, 7, 0), marks=pytest.mark.evidence)], ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_any_chunks_give_the_answer_of_plain_transformers(name, tiny_vision, load):
+def test_any_chunks_give_the_answer_of_plain_transformers(name, chunk_sizes, tiny_vision, load):
     model = tiny_vision(name)[1]
     written, reference = plain(model, plain_inputs(name, model))
-    for chunk_size in (1, 3, 7, 64, 0):
+    for chunk_size in chunk_sizes:
         engine = load(name, chunk_size=chunk_size)
         recorder = LogitRecorder(engine)
         output = answer(engine)
@@ -314,7 +317,7 @@ def test_parts_and_images_that_cannot_be_read_are_refused(load, tmp_path):
 def test_an_image_that_the_encoder_has_no_memory_for_is_refused(load):
     loaded = load("llava")
     loaded.model.lane.encoder_bytes = 1000
-    engine = Engine(dataclasses.replace(loaded.model, budget_bytes=0), loaded.config)
+    engine = Engine(dataclasses.replace(loaded.model, budget_bytes=0))
     with pytest.raises(MemoryTooSmall, match=r"Encoding image 1 \(16 patches\) takes"):
         answer(engine)
 
@@ -357,7 +360,7 @@ def test_run_takes_images_between_files_and_the_text(tiny_vision, tmp_path):
     two.save(tmp_path / "two.png")
     (tmp_path / "notes.txt").write_text("w3 w4")
     images = ["--image", tmp_path / "one.png", "--image", tmp_path / "two.png"]
-    done = penstock(
+    done = penstock_text(
         *["run", folder, *images, "-p", "w1 w2", "-f", tmp_path / "notes.txt", "--json", "--chunk-size", 7],
         *["--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB", "--lane", GENERIC_MULTIMODAL],
     )
@@ -377,7 +380,7 @@ def test_chat_shows_its_images_with_the_first_message(tiny_vision, tmp_path):
     one = pictures(1)[0]
     one.save(tmp_path / "one.png")
     arguments = [folder, "--image", tmp_path / "one.png", "--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"]
-    done = penstock("chat", *arguments, stdin="w1 w2\n\n")
+    done = penstock_text("chat", *arguments, stdin="w1 w2\n\n")
     assert done.returncode == 0, done.stderr
     processor = transformers.AutoProcessor.from_pretrained(folder)
     inputs = processor(text=[" user <image>  w1 w2 w9"], images=[one], return_tensors="pt")
@@ -400,7 +403,8 @@ def test_images_are_refused_in_one_sentence(tiny_vision, tmp_path, name, command
         folder = tmp_path / name.removesuffix(".png")
         save_tiny_model("llama", folder)
     question = ["-p", "w1"] if command == "run" else []
-    done = penstock(command, folder, "--image", tmp_path / name, *question, "--memory", "4GiB", stdin="w1\n")
+    stdin = "" if command == "run" else "w1\n"
+    done = penstock_text(command, folder, "--image", tmp_path / name, *question, "--memory", "4GiB", stdin=stdin)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip().count("\n") == 0

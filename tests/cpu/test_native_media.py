@@ -6,15 +6,17 @@ import json
 import pytest
 import torch
 import transformers
-from image_answers import EXACT, NUM_GENERATED, SETTINGS, answer, penstock, plain
+from image_answers import EXACT, NUM_GENERATED, SETTINGS, answer, plain
+from lane_ids import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL
 from logit_recorder import LogitRecorder
+from penstock_command import penstock_text
 from tiny_vision_models import IMAGE_TOKEN, KINDS, TEXT, pictures, plain_inputs
 
 from penstock.engine.engine import Engine
 from penstock.engine.planning import plan
 from penstock.errors import InvalidModelFile, InvalidSetting, UnknownLane
-from penstock.lanes.lane import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL, pick_lane
-from penstock.lanes.media import MediaPrompt
+from penstock.foreign.images import MediaPrompt
+from penstock.lanes.table import pick_lane
 from penstock.request import Failed, Finished
 
 pytestmark = pytest.mark.usefixtures("own_verdicts")
@@ -23,15 +25,18 @@ pytestmark = pytest.mark.usefixtures("own_verdicts")
 # --- exactness ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "chunk_sizes", [(3, 64, 0), pytest.param((1, 2, 5, 7, 8, 16), marks=pytest.mark.evidence)], ids=str
+)
 @pytest.mark.parametrize("name", KINDS)
-def test_any_chunks_give_the_answer_of_plain_transformers_and_of_its_lane(name, tiny_vision, load_vision):
+def test_any_chunks_give_the_answer_of_plain_transformers_and_of_its_lane(name, chunk_sizes, tiny_vision, load_vision):
     """Chunks of one and three end inside images, at their borders and between them; 64 holds several parts."""
     model = tiny_vision(name)[1]
     written, reference = plain(model, plain_inputs(name, model))
     generic = load_vision(name, lane=GENERIC_MULTIMODAL, chunk_size=7)
     theirs = LogitRecorder(generic)
     assert answer(generic).token_ids == written
-    for chunk_size in (1, 2, 3, 5, 7, 8, 16, 64, 0):
+    for chunk_size in chunk_sizes:
         engine = load_vision(name, chunk_size=chunk_size)
         recorder = LogitRecorder(engine)
         output = answer(engine)
@@ -73,7 +78,7 @@ def test_log_probabilities_of_images_are_refused_before_they_are_encoded(load_vi
 def test_an_image_that_the_tower_cannot_encode_fails_alone(load_vision):
     """A tower that runs out of memory, say, ends the request that asked, and no other."""
     engine = load_vision("llava", chunk_size=7)
-    tower = engine.model.media.lane.media.tower
+    tower = engine.model.lane.media.tower
 
     def fail(**inputs):
         raise RuntimeError("out of memory")
@@ -149,12 +154,12 @@ def test_touching_images_that_see_each_other_are_one_span_of_the_hash(load_visio
     media = load_vision("gemma3").model.lane.media
     ids = torch.tensor([[1, 2, *[IMAGE_TOKEN] * 32, 3]])
     touching = MediaPrompt.of(media, {"input_ids": ids, **KINDS["gemma3"].images()})
-    assert [(key.start, key.end) for key in touching.media_keys] == [(2, 34), (2, 34)]
+    assert [(key.start, key.end) for key in touching.keys] == [(2, 34), (2, 34)]
     ids = torch.tensor([[1, 2, *[IMAGE_TOKEN] * 16, 3, *[IMAGE_TOKEN] * 16]])
     apart = MediaPrompt.of(media, {"input_ids": ids, **KINDS["gemma3"].images()})
-    assert [(key.start, key.end) for key in apart.media_keys] == [(2, 18), (19, 35)]
-    assert [key.key for key in apart.media_keys] == [key.key for key in touching.media_keys]
-    assert len({key.key for key in apart.media_keys}) == 2
+    assert [(key.start, key.end) for key in apart.keys] == [(2, 18), (19, 35)]
+    assert [key.key for key in apart.keys] == [key.key for key in touching.keys]
+    assert len({key.key for key in apart.keys}) == 2
 
 
 # --- the lane table, the plan, loading ------------------------------------------------------------------------
@@ -232,7 +237,7 @@ def test_run_reads_images_in_chunks_of_seven(tiny_vision, tmp_path):
     one.save(tmp_path / "one.png")
     two.save(tmp_path / "two.png")
     images = ["--image", tmp_path / "one.png", "--image", tmp_path / "two.png"]
-    done = penstock(
+    done = penstock_text(
         *["run", folder, *images, "-p", "w1 w2", "--json", "--chunk-size", 7],
         *["--max-tokens", 8, "--dtype", "float32", "--memory", "4GiB"],
     )

@@ -50,7 +50,7 @@ def test_an_answer_to_a_source_ends_where_the_memory_does(tmp_path):
     save_tiny_seq2seq("bart", tmp_path)
     config = load_config(SETTINGS | {"chunk_size": 16})
     loaded = dataclasses.replace(load_model(str(tmp_path), config), num_blocks=5)
-    with Engine(loaded, config) as engine:
+    with Engine(loaded) as engine:
         output = engine.generate(prompt(70), max_tokens=60, ignore_eos=True)
         assert output.finish_reason == "length"
         assert 0 < len(output.token_ids) < 60

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from ended import run_all
+from lane_ids import GENERIC_TEXT
 from tiny_generic import MUST_SHOW, TROUBLE, save_causal_model
 from tiny_models import VOCABULARY, prompt, save_tiny_model, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
@@ -17,7 +18,6 @@ from penstock.config import load_config
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.errors import MemoryTooSmall
-from penstock.lanes.lane import GENERIC_TEXT
 from penstock.request import Failed, Finished
 
 SETTINGS = {"dtype": "float32", "threads": 1, "prefix_cache": False, "memory": "4GiB", "chunk_size": 2048}
@@ -223,9 +223,9 @@ def test_an_answer_that_is_read_again_is_halved_too(tmp_path):
     config = load_config(settings)
     loaded = load_model(str(tmp_path), config)
     requests = [(prompt(4, seed=seed), {"max_tokens": 150, "ignore_eos": True}) for seed in (1, 2)]
-    with Engine(loaded, config) as engine:
+    with Engine(loaded) as engine:
         expected = [engine.generate(tokens, **sampling).token_ids for tokens, sampling in requests]
-    with Engine(dataclasses.replace(load_model(str(tmp_path), config), num_blocks=16), config) as engine:
+    with Engine(dataclasses.replace(load_model(str(tmp_path), config), num_blocks=16)) as engine:
         wide = []  # steps that read again: the first begins with the prompt, the second is behind it
         failing(engine, lambda call, num_tokens: num_tokens > 40 and (wide.append(call) or len(wide) == 2))
         ids = [engine.submit(tokens, **sampling) for tokens, sampling in requests]

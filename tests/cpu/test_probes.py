@@ -2,8 +2,9 @@
 
 import pytest
 
-from penstock.bench.probes import PROBES
+from penstock.bench.probes import PROBES, stalls
 from penstock.bench.workbench import OWN, BenchSettings, ProbeSizes, Workbench
+from penstock.config import PrefillPriority
 
 SIZES = ProbeSizes(
     repeats=2,
@@ -41,6 +42,11 @@ def test_a_probe_reports_all_its_samples(bench, name):
         assert all(sample > 0 for sample in measure.samples)
     assert type(result).model_validate_json(result.model_dump_json()) == result
     CHECKS[name](result)
+
+
+def check_start_up(result):
+    assert result.variants("wall_s") == ["penstock --help", "penstock plan"]
+    assert min(result.measure("penstock plan", "wall_s").samples) > 0.01, "a process was started"
 
 
 def check_cold_load(result):
@@ -91,6 +97,7 @@ def check_reopen(result):
 
 
 CHECKS = {
+    "start-up": check_start_up,
     "cold-load": check_cold_load,
     "memory": check_memory,
     "warm-ttft": check_warm_ttft,
@@ -101,3 +108,25 @@ CHECKS = {
     "chat-growth": check_chat_growth,
     "reopen": check_reopen,
 }
+
+
+def test_stalls_are_measured_under_every_priority_and_without_chunks(tiny):
+    settings = BenchSettings(model=str(tiny("llama")[0]), dtype="float32", threads=1)
+    sizes = ProbeSizes(num_streams=2, beside_tokens=400, latency_target_ms=50)
+    found = list(stalls(settings, sizes, 60))
+    assert [result.name for result in found] == [
+        *(f"{priority.value}, target 50 ms" for priority in PrefillPriority),
+        *("interleaved, chunks of 1024, no target", "chunking off"),
+    ]
+    for result in found:
+        assert result.num_read == 400
+        assert result.num_gaps >= 2, "each stream has a gap, if only the whole wait"
+        assert 0 < result.gap_p50_ms <= result.gap_p99_ms <= result.gap_max_ms <= 1e3 * result.seconds * 1.001
+
+
+def test_a_prompt_that_time_runs_out_for_is_told_as_far_as_it_was_read(tiny):
+    settings = BenchSettings(model=str(tiny("llama")[0]), dtype="float32", threads=1)
+    sizes = ProbeSizes(num_streams=2, beside_tokens=2000, latency_target_ms=50)
+    *in_chunks, whole = stalls(settings, sizes, 1e-6)  # one step each
+    assert all(result.num_read < 2000 and result.num_gaps == 2 for result in in_chunks)
+    assert (whole.name, whole.num_read) == ("chunking off", 2000)

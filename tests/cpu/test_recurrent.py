@@ -13,7 +13,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.cache.states import StatePool
 from penstock.errors import InvalidSetting
 from penstock.models import fla_recurrence
-from penstock.models.recurrence import Tokens, advance, advance_singles, recur
+from penstock.models.recurrence import RecurrentTokens, advance, advance_singles, recur
 
 TOLERANCE = 1e-4
 BLOCK = 16
@@ -34,7 +34,7 @@ def random_tokens(num_tokens, *, has_beta, heads=3, key_size=8, value_size=5):
     def normal(*shape):
         return torch.randn(num_tokens, heads, *shape, generator=generator)
 
-    return Tokens(
+    return RecurrentTokens(
         q_NHK=torch.nn.functional.normalize(normal(key_size), dim=-1),
         k_NHK=torch.nn.functional.normalize(normal(key_size), dim=-1),
         v_NHV=normal(value_size),

@@ -12,6 +12,7 @@ from penstock.engine.held_memory import HeldMemory
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, UnsupportedModel
+from penstock.lanes.lane import TextPrompt
 from penstock.prompt.detokenizer import Detokenizer
 from penstock.request import Request, SamplingParams
 
@@ -79,6 +80,7 @@ def test_a_stop_string_that_comes_with_the_last_text_is_a_stop():
     params = SamplingParams(max_tokens=3, stop=("\u00e9",))
     active = Active(
         request=Request(id=0, prompt=(1,), sampling=params, arrived_at=0),
+        prompt=TextPrompt(positions=(1,)),
         feed=None,
         sampler=Sampler(params),
         detokenizer=Detokenizer(

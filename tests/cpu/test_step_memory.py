@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_models import CONFIGS
 
 from penstock.config import load_config
 from penstock.engine.loading import load_model
-from penstock.engine.planning import require_room
 from penstock.engine.step_memory import StepMemory
+from penstock.lanes.table import settle
+from penstock.models.files import resolve
+from penstock.models.shapes import native_shape
 
 MIB = 2**20
 
@@ -19,7 +22,8 @@ def step_memory(tiny):
         config = load_config({"dtype": "float32", "memory": "4GiB", "threads": 1} | settings).on_device("cuda")
         model = load_model(str(tiny("qwen3")[0]), config)
         memory = dataclasses.replace(model.memory, runtime_bytes=0)
-        num_tokens = require_room(memory, config, budget_bytes, "cuda")
+        place = settle(resolve(str(tiny("qwen3")[0])), config, has_cuda=False)
+        num_tokens = dataclasses.replace(place, device="cuda", budget_bytes=budget_bytes).room(memory)
         model = dataclasses.replace(
             model,
             memory=memory,
@@ -52,8 +56,19 @@ def test_room_is_kept_for_whole_prompts_where_they_are_asked_for(step_memory):
 
 
 def test_a_latency_target_alone_limits_chunks_on_a_card():
+    """But those of experts, whose weights a step of few tokens reads as well."""
     assert load_config({}).on_device("cpu").most_prompt_tokens == 1024
     assert load_config({}).on_device("cuda").most_prompt_tokens == 2048
     assert load_config({"latency_target_ms": 50}).on_device("cuda").most_prompt_tokens == 8192
     assert load_config({"latency_target_ms": 50, "max_chunk_size": 300}).on_device("cuda").most_prompt_tokens == 300
     assert load_config({"chunk_size": 0}).on_device("cuda").most_prompt_tokens == 0
+    assert load_config({}).on_device("cuda", gains_from_width=True).most_prompt_tokens == 8192
+    assert load_config({}).on_device("cpu", gains_from_width=True).most_prompt_tokens == 1024
+
+
+def test_a_card_keeps_what_each_expert_of_a_token_gives():
+    config = CONFIGS["qwen3-moe"]().to_dict()  # two experts of 40, hidden size 64
+    shapes = {device: native_shape(config, "bfloat16", device=device) for device in ("cpu", "cuda")}
+    assert shapes["cpu"].expert_bytes_per_token == 0
+    assert shapes["cuda"].expert_bytes_per_token >= 2 * (2 * 40 + 2 * 64)
+    assert native_shape(CONFIGS["qwen3"]().to_dict(), "bfloat16", device="cuda").expert_bytes_per_token == 0

@@ -19,16 +19,21 @@ import transformers
 from gguf import GGMLQuantizationType as Quant
 from logit_recorder import LogitRecorder
 from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS as TINY
 from tiny_models import prompt, reference_logits, save_tiny_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidModelFile, PenstockError, UnsupportedModel
+from penstock.foreign.pretrained import causal_class, load_causal
+from penstock.models import gguf as gguf_header
 from penstock.models import weights
+from penstock.models.decoder import Decoder
 from penstock.models.files import gguf_dtype, resolve
 from penstock.models.gguf import read_gguf
 from penstock.models.gguf_translation import hf_config
+from penstock.models.spec import decoder_spec
 from penstock.models.weights import GgufWeights, SafetensorsWeights, open_weights
 
 SIZES: dict[str, Any] = {
@@ -47,6 +52,18 @@ SIZES: dict[str, Any] = {
 def small_slices(monkeypatch):
     """Slices so small that every tensor here takes several."""
     monkeypatch.setattr(weights, "SLICE_BYTES", 1024)
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("family", sorted({config().model_type: name for name, config in TINY.items()}.items()))
+def test_a_decoder_asks_for_the_tensors_that_the_published_class_saves(tmp_path, family, has_biases):
+    config = TINY[family[1]]()
+    config.attention_bias = config.mlp_bias = has_biases
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    spec = decoder_spec(json.loads((tmp_path / "config.json").read_text()))
+    decoder = Decoder(spec, dtype=torch.float32, device=torch.device("meta"))
+    stored = SafetensorsWeights(sorted(tmp_path.glob("*.safetensors"))).names
+    assert {name for name, _ in decoder._destinations()} == stored
 
 
 # --- safetensors --------------------------------------------------------------------------------------------
@@ -535,11 +552,11 @@ def test_the_default_models_rotary_rows_are_put_back_as_transformers_does():
     source = open_weights(files)
     assert (source.quantization, files.config["dtype"]) == ("Q4_1", "bfloat16")
     assert files.gguf is not None
-    stored = read_gguf(files.gguf).tensors
+    stored = files.gguf.tensors
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
     for gguf_name, name in {"blk.7.attn_q.weight": "q_proj", "blk.7.attn_k.weight": "k_proj"}.items():
         tensor = stored[gguf_name]
-        raw = np.fromfile(files.gguf, np.uint8, tensor.num_bytes, offset=tensor.offset)
+        raw = np.fromfile(files.gguf.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
         values = gguf_package.quants.dequantize(raw.reshape(tensor.shape[0], -1), tensor.quant_type)
         expected = LlamaTensorProcessor(heads).process(values, gguf_name).weights
         found = torch.empty(tensor.shape)
@@ -550,6 +567,7 @@ def test_the_default_models_rotary_rows_are_put_back_as_transformers_does():
 
 LOAD = """
 import sys, torch
+from penstock.models.decoder import Decoder
 from penstock.models.files import gguf_dtype, resolve
 from penstock.models.weights import open_weights
 source = open_weights(resolve("smollm2"))
@@ -570,3 +588,24 @@ def test_loading_the_default_model_takes_little_more_than_its_parameters():
         )
 
     assert peak_kib("load") - peak_kib("baseline") < 60 * 1024
+
+
+def test_the_header_of_a_gguf_is_read_once_for_a_load(monkeypatch):
+    read = []
+    preamble = gguf_header._read_preamble
+    monkeypatch.setattr(gguf_header, "_read_preamble", lambda cursor: read.append(cursor.path) or preamble(cursor))
+    with Engine.load("smollm2", memory="2GiB", threads=1):
+        assert len(read) == 1
+
+
+def test_weights_that_transformers_maps_get_memory_of_their_own(tmp_path):
+    """A mapped weight reads zeros, or ends the process, when its file is cut short."""
+    reference = save_tiny_model("llama", tmp_path)
+    files = resolve(str(tmp_path))
+    model_class, config = causal_class(files)
+    model = load_causal(files, model_class, config, torch.float32, torch.device("cpu"))
+    for path in files.weight_files:
+        path.write_bytes(b"")
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+    )

@@ -9,9 +9,9 @@ import pytest
 import torch
 from logit_recorder import LogitRecorder
 
-from penstock.attention import c_library
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_tokenizer
+from penstock.kernels import build
 from penstock.models.files import resolve
 
 pytestmark = pytest.mark.evidence
@@ -62,7 +62,7 @@ def test_a_chunk_as_large_as_the_prompt_is_bitwise_the_whole_prompt():
     assert (whole - logits(3000, dtype="float32", chunk_size=256)).abs().max() < 1e-3
 
 
-@pytest.mark.skipif(not c_library.can_run(), reason="no C kernels")
+@pytest.mark.skipif(not build.can_run(), reason="no C kernels")
 def test_in_its_own_codes_every_chunk_size_is_bitwise_the_whole_prompt():
     whole = logits(700, dtype="bfloat16", chunk_size=0)
     for chunk_size in (7, 64, 256):
@@ -76,7 +76,7 @@ def logprobs(num_tokens, **settings):
     return torch.tensor([one.logprob for one in output.prompt_logprobs[1:]])
 
 
-@pytest.mark.skipif(not c_library.can_run(), reason="no C kernels")
+@pytest.mark.skipif(not build.can_run(), reason="no C kernels")
 def test_a_long_prompt_in_its_own_codes_is_nearer_to_float32_than_in_bfloat16():
     """Whole it is read layer by layer; in chunks, each step is one call of C."""
     whole = logprobs(2200, dtype="bfloat16", chunk_size=0)

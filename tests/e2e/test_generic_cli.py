@@ -1,14 +1,11 @@
 """Models that transformers runs, from the command line: answers, documents, refusals."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from penstock_command import penstock_text
 from tiny_generic import MUST_SHOW, save_causal_model
 
-PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 LANE_KEYS = ["id", "eligible", "applied", "reason", "boundary", "mask_mode"]
 TEXT = " ".join(f"w{3 + index % 190}" for index in range(200))
 GENERIC = "transformers-generic-text"
@@ -31,14 +28,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def penstock(cache):
     def call(*arguments):
-        return subprocess.run(
-            [*PENSTOCK, *map(str, arguments)],
-            capture_output=True,
-            timeout=120,
-            env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-            check=False,
-            text=True,
-        )
+        return penstock_text(*arguments, XDG_CACHE_HOME=str(cache))
 
     return call
 

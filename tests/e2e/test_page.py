@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from hang_bound import HANG_S
 from server_process import serving
 from tiny_chat_model import save_tiny_chat_model
 
@@ -36,6 +37,7 @@ def browser():
 def page(browser, server):
     """A fresh page; whatever it writes to its console as an error fails the test."""
     page = browser.new_page()
+    page.set_default_timeout(HANG_S * 1000)
     mistakes = []
     page.on("console", lambda message: mistakes.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: mistakes.append(str(error)))
@@ -130,6 +132,7 @@ def test_the_timeline_is_reachable_by_keyboard(page):
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_both_themes_fit_a_phone(browser, server, scheme):
     page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    page.set_default_timeout(HANG_S * 1000)
     page.goto(server.url)
     page.wait_for_selector("#state.live")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

@@ -1,18 +1,11 @@
 """Encoder-decoder models on the command line: documents, refusals, exit codes."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from penstock_command import penstock
 from tiny_models import prompt, save_tokenizer
 from tiny_seq2seq import SEQ2SEQ, randomized, save_tiny_seq2seq
-
-
-def penstock(*arguments, stdin=None):
-    command = [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, env=os.environ, check=False)
 
 
 @pytest.fixture(scope="module")

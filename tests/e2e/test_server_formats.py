@@ -7,6 +7,7 @@ import struct
 import httpx
 import openai
 import pytest
+from hang_bound import HANG_S
 from server_process import events, serving
 from tiny_chat_model import save_tiny_chat_model
 
@@ -48,7 +49,7 @@ def client(server):
 
 
 def post(server, path, **body):
-    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    return httpx.post(f"{server.url}{path}", json=body, timeout=HANG_S)
 
 
 # --- tools ---
@@ -119,6 +120,54 @@ def test_json_mode_and_schemas_bind_the_answer(client, model):
     assert given["size"] in (1, 2, 3)
     any_object = client.chat.completions.create(**ask | {"max_tokens": 4}, response_format={"type": "json_object"})
     assert any_object.choices[0].message.content.startswith("{")
+
+
+def test_the_empty_schema_takes_any_json(client, model):
+    form = {"type": "json_schema", "json_schema": {"name": "anything", "schema": {}}}
+    answer = client.chat.completions.create(model=model, messages=ASK, response_format=form, max_tokens=8)
+    assert answer.choices[0].message.content
+    asked = {"format": {"type": "json_schema", "name": "anything", "schema": {}}}
+    assert client.responses.create(model=model, input="a", text=asked, max_output_tokens=8).output_text
+
+
+def nested(depth, close=True):
+    return '{"a":' * depth + "1" + "}" * depth * close
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (nested(60), 200),
+        (nested(65), 400),
+        (nested(900), 400),
+        (nested(100_000), 400),
+        (nested(100_000, close=False), 400),
+        ('{"a": ' + "9" * 5_000 + "}", 400),
+        ('{"a": ' + "9" * 4_000 + "}", 200),
+        ("{", 400),
+    ],
+)
+def test_arguments_of_a_call_that_are_too_deep_or_too_long_are_refused(server, model, arguments, status):
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    given = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+    ]
+    answer = post(server, "/v1/chat/completions", model=model, messages=given, max_tokens=1)
+    assert answer.status_code == status
+    assert status == 200 or "The arguments of the call 'call_1' are" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("depth", [65, 300, 900])
+def test_schemas_that_are_nested_too_deeply_are_refused(server, model, depth):
+    deep = json.loads(nested(depth))
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
+    for asked in ({"tools": [tool]}, {"response_format": form}, {"metadata": deep}):
+        refused = post(server, "/v1/chat/completions", model=model, messages=ASK, max_tokens=1, **asked)
+        assert refused.status_code == 400
+        assert "nested deeper than 64 levels" in refused.json()["error"]["message"]
 
 
 def test_a_schema_that_cannot_be_used_is_refused(client, model):
@@ -281,7 +330,7 @@ def test_the_trace_of_the_last_minutes_tells_every_chunk(server, client, model):
 
 
 def test_the_timeline_is_the_same_records_as_they_are_made(server, client, model):
-    with httpx.stream("GET", f"{server.url}/timeline", timeout=60) as watched:
+    with httpx.stream("GET", f"{server.url}/timeline", timeout=HANG_S) as watched:
         records = (json.loads(line) for line in events(watched) if line.startswith("{"))
         assert next(records)["format"] == "penstock-trace"
         client.completions.create(model=model, prompt=[*range(300, 310)], max_tokens=2)

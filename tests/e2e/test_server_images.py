@@ -5,6 +5,7 @@ import io
 
 import httpx
 import pytest
+from hang_bound import HANG_S
 from server_process import serving
 from tiny_models import save_tokenizer
 from tiny_vision_models import llava_processor, pictures, tiny_vision_model
@@ -47,10 +48,12 @@ def test_a_data_url_is_the_picture_itself(folder):
         content = [{"type": "image", "image": first}, {"type": "text", "text": "w3 w4"}]
         expected = engine.generate([{"role": "user", "content": content}], max_tokens=6, ignore_eos=True, logprobs=1)
     with serving(folder, "--dtype", "float32", "--memory", "4GiB") as server:
-        answers = [
-            httpx.post(f"{server.url}/v1/chat/completions", json=asked(image), timeout=60) for image in (first, second)
-        ]
-        broken = httpx.post(f"{server.url}/v1/chat/completions", json=asked(b"no picture"), timeout=60)
+        url = f"{server.url}/v1/chat/completions"
+        answers = [httpx.post(url, json=asked(image), timeout=HANG_S) for image in (first, second)]
+        broken = httpx.post(url, json=asked(b"no picture"), timeout=HANG_S)
+        text = [{"role": "user", "content": [{"type": "text", "text": "w3 w4"}]}]
+        body = {"model": folder, "messages": text, "max_tokens": 1, "prompt_logprobs": 0}
+        scored = httpx.post(url, json=body, timeout=HANG_S)
     same, other = (answer.json() for answer in answers)
     assert same["choices"][0]["message"]["content"] == expected.text
     assert same["usage"]["prompt_tokens"] == expected.num_prompt_tokens > 10
@@ -58,3 +61,5 @@ def test_a_data_url_is_the_picture_itself(folder):
     assert logprobs[0] == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-3)
     assert logprobs[0] != pytest.approx(logprobs[1], abs=1e-3)
     assert broken.status_code == 400
+    places = scored.json()["choices"][0]["prompt_logprobs"]
+    assert len(places) == scored.json()["usage"]["prompt_tokens"] > 1, "text beside no image is scored like any other"

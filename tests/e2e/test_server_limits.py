@@ -4,16 +4,19 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import pytest
+from hang_bound import HANG_S, PAUSE_S, within
 from server_process import ServerProcess, events, serving
 from tiny_models import prompt, save_tiny_model
 
 from penstock.trace.document import Trace
 
 KEY = "a-key-for-tests"
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +41,12 @@ def body(folder, num_tokens=900, **fields):
 
 
 def complete(server, given, **options):
-    return httpx.post(f"{server.url}/v1/completions", json=given, timeout=60, **options)
+    return httpx.post(f"{server.url}/v1/completions", json=given, timeout=HANG_S, **options)
 
 
 def stream(server, given, **options):
-    return httpx.stream("POST", f"{server.url}/v1/completions", json=given | {"stream": True}, timeout=60, **options)
+    url = f"{server.url}/v1/completions"
+    return httpx.stream("POST", url, json=given | {"stream": True}, timeout=HANG_S, **options)
 
 
 @contextmanager
@@ -50,8 +54,7 @@ def posting(server, given):
     """A client that sends a request, reads nothing, and leaves at the end of the block."""
     content = json.dumps(given).encode()
     with socket.create_connection(server.url.removeprefix("http://").split(":")) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        connection.sendall(f"{HEAD}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield
 
 
@@ -111,15 +114,19 @@ def test_leaving_while_text_is_streamed_cancels(server, folder):
 
 
 def test_a_full_queue_is_answered_with_429(server, folder):
-    with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
-        asks = [body(folder, 300, prompt_seed=40 + i) for i in range(12)]
-        answers = [*pool.map(lambda given: client.post("/v1/completions", json=given), asks)]
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert refused
-    assert {answer.status_code for answer in answers} == {200, 429}
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-    assert refused[0].json()["error"]["code"] == "queue_full"
+    def of_three(seed):
+        return body(folder, prompt=[prompt(960, seed=seed + index) for index in range(3)])
+
+    with posting(server, of_three(40)):
+        assert server.metric_becomes("num_requests_running", 3)
+        with posting(server, of_three(43)):
+            assert server.metric_becomes("num_requests_waiting", 3)
+            refused = complete(server, body(folder, 300, prompt_seed=46))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
     assert idle(server)
+    assert complete(server, body(folder, 300, prompt_seed=46)).status_code == 200
 
 
 def test_a_refused_request_with_many_choices_leaves_nothing_behind(server, folder):
@@ -134,6 +141,7 @@ def test_keys_are_asked_for_everywhere_but_at_the_door(folder):
         folder, "--api-key", KEY, "--api-key", "another", "--max-prompt-tokens", "50", "--max-body-mib", "1"
     ) as server:
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        assert httpx.head(f"{server.url}/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/timeline", "/trace"):
             refused = httpx.get(f"{server.url}{path}")
             assert refused.status_code == 401
@@ -159,10 +167,10 @@ def test_keys_are_asked_for_everywhere_but_at_the_door(folder):
 
 
 def test_silence_is_filled_and_what_takes_too_long_is_ended(folder):
-    """Three prompts in chunks of 1 take 3,000 steps: longer than a request may, on any machine."""
-    limits = ("--keep-alive-s", "0.1", "--body-timeout-s", "0.3", "--request-timeout-s", "0.7")
+    """Twelve prompts in chunks of 1 take 12,000 steps: longer than a request may, on any machine."""
+    limits = ("--keep-alive-s", "0.1", "--body-timeout-s", "0.3", "--request-timeout-s", "2")
     with serving(folder, "--chunk-size", "1", "--dtype", "float32", *limits) as server:
-        given = body(folder, prompt=[prompt(1000, seed=seed) for seed in range(3)])
+        given = body(folder, prompt=[prompt(1000, seed=seed) for seed in range(12)])
         with stream(server, given) as response:
             *silence, error, done = events(response)
         assert silence
@@ -173,11 +181,109 @@ def test_silence_is_filled_and_what_takes_too_long_is_ended(folder):
         assert answer.status_code == 504
         assert answer.json()["error"]["type"] == "timeout_error"
         with socket.create_connection(server.url.removeprefix("http://").split(":")) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
-            slow.settimeout(30)
+            slow.sendall(f"{HEAD}Content-Length: 9\r\n\r\n{{".encode())
+            slow.settimeout(HANG_S)
             assert b" 408 " in slow.recv(4096)
         assert idle(server)
         assert server.metric("kv_cache_usage_perc") == 0
+
+
+def connected(server):
+    connection = socket.create_connection(server.url.removeprefix("http://").split(":"))
+    connection.settimeout(HANG_S)
+    return connection
+
+
+def health(server):
+    """Gives what comes for a request on a connection of its own, be it nothing."""
+    with connected(server) as connection, suppress(ConnectionError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return connection.recv(4096)
+    return b""
+
+
+def received(connection, drip=b""):
+    """Gives all that comes until the server ends the connection, which gets `drip` again and again meanwhile."""
+    parts = []
+    connection.settimeout(PAUSE_S if drip else HANG_S)
+
+    def has_ended():
+        try:
+            if drip:
+                connection.sendall(drip)
+            parts.append(connection.recv(4096))
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+        return parts[-1] == b""
+
+    assert within(HANG_S, has_ended)
+    return b"".join(parts)
+
+
+def test_silent_connections_make_room_for_those_that_ask(folder):
+    """There are more of them than the process may have files open, and none of them takes too long."""
+    with (
+        serving(folder, "--dtype", "float32", "--header-timeout-s", "900", max_files=256) as server,
+        ExitStack() as open_ones,
+    ):
+        for index in range(320):
+            connection = open_ones.enter_context(connected(server))
+            with suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" if index % 2 else b"")
+        for _ in range(3):
+            assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        assert complete(server, body(folder, 20)).status_code == 200
+
+
+def test_connections_that_take_too_long_to_ask_are_ended(folder):
+    limits = ("--header-timeout-s", "1", "--whole-body-timeout-s", "1")
+    with serving(folder, "--dtype", "float32", *limits) as server:
+        with connected(server) as silent:
+            assert received(silent) == b""
+        with connected(server) as half:
+            half.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+            assert b" 408 " in received(half)
+        with connected(server) as dripping:
+            dripping.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nx-a: ")
+            assert b" 408 " in received(dripping, drip=b"a")
+        with connected(server) as slow:
+            slow.sendall(f"{HEAD}Content-Length: 9999999\r\n\r\n{{".encode())
+            assert b"The body was not whole after 1 s" in received(slow, drip=b" ")
+        with connected(server) as kept:
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in received(kept)
+        with connected(server) as refused:  # whose body nobody reads
+            refused.sendall(f"{HEAD}Content-Length: 99999999\r\n\r\n{{".encode())
+            assert b" 413 " in received(refused, drip=b" ")
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+
+
+def test_a_client_has_so_many_connections_and_no_more(folder):
+    with serving(folder, "--dtype", "float32", "--max-connections-per-client", "4") as server:
+        with ExitStack() as asking:
+            for _ in range(4):
+                connection = asking.enter_context(connected(server))
+                connection.sendall(f"{HEAD}Content-Length: 9\r\nExpect: 100-continue\r\n\r\n".encode())
+                assert b" 100 " in connection.recv(4096)  # from now on it is waited for
+            with connected(server) as refused:
+                answer = received(refused)
+            assert b" 503 " in answer
+            assert b"There are 4 connections of one client already" in answer
+        assert within(HANG_S, lambda: b" 200 " in health(server))
+
+
+def test_a_connection_that_reads_nothing_of_its_answers_is_ended(folder):
+    def num_files():
+        return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+    with serving(folder, "--dtype", "float32", "--body-timeout-s", "1") as server, connected(server) as connection:
+        # More than what the buffers of both sides hold.
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        num_with_it = num_files()
+        assert within(HANG_S, lambda: num_files() < num_with_it)
 
 
 @pytest.mark.parametrize("has_time", [True, False])
@@ -194,14 +300,14 @@ def test_ending_the_server_ends_every_stream_properly(folder, has_time, tmp_path
                 parts = []
                 for part in events(response):
                     if not parts:
-                        begun.wait(120)
+                        begun.wait(HANG_S)
                     parts.append(part)
                 ends.append(parts[-2:])
 
         with ThreadPoolExecutor(20) as pool:
             following = [pool.submit(follow, seed) for seed in range(20)]
-            begun.wait(120)
-            assert server.terminate(180) == 0
+            begun.wait(HANG_S)
+            assert server.terminate() == 0
             for future in following:
                 future.result()
     assert len(ends) == 20
@@ -217,5 +323,5 @@ def test_ending_the_server_ends_every_stream_properly(folder, has_time, tmp_path
 
 def test_a_server_without_its_model_says_so_and_exits(tmp_path):
     server = ServerProcess(str(tmp_path))
-    assert server.process.wait(60) == 2
+    assert server.process.wait(HANG_S) == 2
     assert server.logs("penstock:")

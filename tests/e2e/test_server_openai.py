@@ -10,6 +10,7 @@ import documentation
 import httpx
 import openai
 import pytest
+from hang_bound import HANG_S
 from server_process import serving
 
 MODEL = "smollm2"
@@ -29,7 +30,7 @@ def client(server):
 
 
 def post(server, path, **body):
-    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    return httpx.post(f"{server.url}{path}", json=body, timeout=HANG_S)
 
 
 def test_models(client):
@@ -235,7 +236,7 @@ def test_chat_talks_to_a_server_and_remembers(server):
         input="What is the capital of France?\nAnd what is it known for?\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The capital of France is Paris.")
@@ -249,7 +250,7 @@ def test_chat_says_when_there_is_no_server():
         [sys.executable, "-m", "penstock.cli.main", "chat", "--url", "http://127.0.0.1:9"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 2
     assert "cannot be reached" in done.stderr
@@ -282,6 +283,8 @@ def test_the_guide_for_servers_is_true(server):
     assert len(lines) == 2
     for line in lines:
         command = line.replace("penstock", f"{sys.executable} -m penstock.cli.main", 1)
-        done = subprocess.run(["bash", "-c", command], input="Hello\n\n", capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["bash", "-c", command], input="Hello\n\n", capture_output=True, text=True, timeout=HANG_S
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout

@@ -11,14 +11,23 @@ import torch
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parent
+MATRICES = "head_shapes or page_sizes or half_precision"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the card itself")
 @pytest.mark.parametrize(
-    "name", ["test_kernels.py", "test_layers.py", "test_packed_decodes.py", "test_padded_steps.py"]
+    ("name", "chosen"),
+    [
+        ("test_kernels.py", f"not ({MATRICES})"),
+        pytest.param("test_kernels.py", MATRICES, marks=pytest.mark.evidence),
+        ("test_layers.py", ""),
+        pytest.param("test_experts.py", "", marks=pytest.mark.evidence),
+        pytest.param("test_packed_decodes.py", "", marks=pytest.mark.evidence),
+        pytest.param("test_padded_steps.py", "", marks=pytest.mark.evidence),
+    ],
 )
-def test_kernels_in_the_interpreter(name):
+def test_kernels_in_the_interpreter(name, chosen):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / name), "-k", chosen]
     done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("PIL")
 
+from lane_ids import GENERIC_MULTIMODAL, GENERIC_TEXT, NATIVE_MULTIMODAL
 from logit_recorder import LogitRecorder
 from tiny_generic import MUST_SHOW, save_causal_model
 from tiny_models import prompt, save_tokenizer
@@ -28,9 +29,8 @@ from tiny_vision_models import (
 from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
 from penstock.engine.engine import Engine
+from penstock.foreign.processor import MediaProcessor
 from penstock.lanes.graphs import DecodeGraphs
-from penstock.lanes.lane import GENERIC_MULTIMODAL, GENERIC_TEXT, NATIVE_MULTIMODAL
-from penstock.lanes.media_processor import MediaProcessor
 
 TOLERANCE = 1e-4
 NUM_GENERATED = 16
@@ -87,7 +87,7 @@ def decodes(folder, *, is_replaying):
     with Engine.load(str(folder), **settings, prefix_cache=False) as engine:
         engine.warm_up()
         lane = engine.model.lane
-        assert lane.ways.graphs is not None, "its decodes are not recorded"
+        assert lane.ways.graphs is not None, "its decodes are not captured"
         lane.ways.graphs.is_replaying = is_replaying
         run = lane.run
 
@@ -128,7 +128,7 @@ def test_a_model_that_asks_the_device_is_not_recorded():
         num_layers=1, num_slots=64, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, device=AsksTheDevice.device
     )
     attention = CudaAttention(storage, 16, num_heads=4).for_decodes(max_rows=4, max_context=64)
-    assert not DecodeGraphs(AsksTheDevice(), attention).can_record()
+    assert not DecodeGraphs(AsksTheDevice(), attention).can_capture()
     assert torch.cuda.get_sync_debug_mode() == 0
 
 

@@ -13,7 +13,8 @@ from penstock.attention.backend import ForwardInputs, Rotation
 from penstock.attention.cpu import CpuAttention
 from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
-from penstock.models import layers, triton_layers, triton_products
+from penstock.kernels import triton_layers, triton_products
+from penstock.models import layers
 from penstock.models.rotary import Rotary
 from penstock.models.spec import decoder_spec
 

@@ -121,9 +121,10 @@ def test_sampling_with_a_seed_gives_what_the_cpu_gives(folders):
     )
 
 
-def test_a_step_waits_for_nothing_but_its_tokens(folders):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gpt-oss"])
+def test_a_step_waits_for_nothing_but_its_tokens(name, folders):
     """What the host does between two steps is not held up by the device: no hidden synchronisation."""
-    with Engine.load(str(folders("qwen3")), dtype="bfloat16", memory="4GiB", device="cuda") as engine:
+    with Engine.load(str(folders(name)), dtype="bfloat16", memory="4GiB", device="cuda") as engine:
         engine.generate(PROMPT, max_tokens=2, ignore_eos=True)  # compiles
         engine.submit(prompt(100, seed=9), max_tokens=4, ignore_eos=True)
         plan = engine.scheduler.next_step()
@@ -166,18 +167,20 @@ def mixed_steps(folder, num_steps, *, is_replaying, is_padded=True, dtype="bfloa
     return found, num_mixed
 
 
-def test_a_thousand_mixed_steps_are_bitwise_equal_with_recordings_and_without(folders):
-    replayed, num_mixed = mixed_steps(str(folders("qwen3")), 1000, is_replaying=True)
-    launched, _ = mixed_steps(str(folders("qwen3")), 1000, is_replaying=False)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "mixtral", "gpt-oss"])
+def test_a_thousand_mixed_steps_are_bitwise_equal_with_recordings_and_without(name, folders):
+    replayed, num_mixed = mixed_steps(str(folders(name)), 1000, is_replaying=True)
+    launched, _ = mixed_steps(str(folders(name)), 1000, is_replaying=False)
     assert max(len(logits) for logits in replayed) > 4
     assert 200 < num_mixed < 800
     assert all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))
 
 
-def test_padded_steps_are_the_steps_themselves(folders):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gpt-oss"])
+def test_padded_steps_are_the_steps_themselves(name, folders):
     """In float32, where no token is so nearly tied that the order of sums decides it."""
-    padded, num_mixed = mixed_steps(str(folders("qwen3")), 60, is_replaying=True, dtype="float32")
-    plain, _ = mixed_steps(str(folders("qwen3")), 60, is_replaying=False, is_padded=False, dtype="float32")
+    padded, num_mixed = mixed_steps(str(folders(name)), 60, is_replaying=True, dtype="float32")
+    plain, _ = mixed_steps(str(folders(name)), 60, is_replaying=False, is_padded=False, dtype="float32")
     assert num_mixed > 10
     for found, expected in zip(padded, plain, strict=True):
         assert torch.allclose(found, expected, atol=TOLERANCE)

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
+from penstock.foreign.pages import JoinedModel, attention_calls, use_paged_attention
+from penstock.foreign.signature import read_signature
 from penstock.lanes.graphs import DecodeGraphs
-from penstock.lanes.packed import PackedModel, attention_calls, use_paged_attention
-from penstock.lanes.signature import read_signature
-from penstock.lanes.text_check import BLOCK_SIZE, step_inputs
+from penstock.proof.text import BLOCK_SIZE, step_inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_CONTEXT = 256
@@ -31,7 +31,7 @@ def model():
     return AutoModelForCausalLM.from_config(MUST_SHOW["llama"](), dtype=torch.float32).eval().to(DEVICE)
 
 
-def packed_model(model, *, joins=True):
+def joined_model(model, *, joins=True):
     use_paged_attention(model)
     signature = read_signature(model)
     calls = attention_calls(model, signature)
@@ -44,7 +44,7 @@ def packed_model(model, *, joins=True):
         device=DEVICE,
     )
     attention = CudaAttention(storage, BLOCK_SIZE, num_heads=calls[0].num_heads)
-    return PackedModel(model, signature, attention, num_calls=len(calls), joins=joins)
+    return JoinedModel(model, signature, attention, num_calls=len(calls), joins=joins)
 
 
 SIZES = {
@@ -72,30 +72,30 @@ def test_keys_and_values_may_lie_in_memory_in_any_way(name, more):
     prompts = [[token % SIZES["vocab_size"] for token in tokens] for tokens in PROMPTS]
     with torch.inference_mode():
         expected = torch.cat([model(torch.tensor([tokens], device=DEVICE)).logits[0, -1:] for tokens in prompts])
-        packed = packed_model(model)
-        packed.run(step_inputs(prompts, [(0, len(tokens) // 2) for tokens in prompts], DEVICE))
-        found = packed.run(step_inputs(prompts, [(len(tokens) // 2, len(tokens)) for tokens in prompts], DEVICE))
+        joined = joined_model(model)
+        joined.run(step_inputs(prompts, [(0, len(tokens) // 2) for tokens in prompts], DEVICE))
+        found = joined.run(step_inputs(prompts, [(len(tokens) // 2, len(tokens)) for tokens in prompts], DEVICE))
     last_rows = torch.tensor([len(tokens) - len(tokens) // 2 for tokens in prompts]).cumsum(0) - 1
     assert (found[last_rows.to(DEVICE)] - expected).abs().max() <= 1e-5
 
 
-def with_graphs(packed, max_rows=4):
-    packed.graphs = DecodeGraphs(
-        packed.packed, packed.attention.for_decodes(max_rows=max_rows, max_context=MAX_CONTEXT)
+def with_graphs(joined, max_rows=4):
+    joined.graphs = DecodeGraphs(
+        joined.joined, joined.attention.for_decodes(max_rows=max_rows, max_context=MAX_CONTEXT)
     )
-    return packed
+    return joined
 
 
-def read(packed):
+def read(joined):
     """Logits of the prompts' last tokens, each read in a step of decodes after all that comes before."""
-    packed.run(step_inputs(PROMPTS, [(0, len(tokens) - 1) for tokens in PROMPTS], DEVICE))
-    return packed.run(step_inputs(PROMPTS, [(len(tokens) - 1, len(tokens)) for tokens in PROMPTS], DEVICE))
+    joined.run(step_inputs(PROMPTS, [(0, len(tokens) - 1) for tokens in PROMPTS], DEVICE))
+    return joined.run(step_inputs(PROMPTS, [(len(tokens) - 1, len(tokens)) for tokens in PROMPTS], DEVICE))
 
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_padded_decodes_are_those_of_the_step_itself(joins, model):
-    expected = read(packed_model(model, joins=joins))
-    padded = with_graphs(packed_model(model, joins=joins), max_rows=4 if joins else 1)
+    expected = read(joined_model(model, joins=joins))
+    padded = with_graphs(joined_model(model, joins=joins), max_rows=4 if joins else 1)
     padded.graphs.is_replaying = False
     assert (read(padded) - expected).abs().max() <= 1e-5
     assert padded.graphs is not None
@@ -103,21 +103,21 @@ def test_padded_decodes_are_those_of_the_step_itself(joins, model):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="needs a recording that fails: without a card every one does")
 def test_a_recording_that_fails_is_given_up_and_said(model):
-    expected = read(packed_model(model))
-    packed = with_graphs(packed_model(model))
+    expected = read(joined_model(model))
+    joined = with_graphs(joined_model(model))
     with pytest.warns(UserWarning, match="launched kernel by kernel"):
-        found = read(packed)
+        found = read(joined)
     assert torch.equal(found, expected)
-    assert packed.graphs is None
-    packed = with_graphs(packed)
+    assert joined.graphs is None
+    joined = with_graphs(joined)
     with pytest.warns(UserWarning, match="launched kernel by kernel"):
-        packed.record()
-    assert packed.graphs is None
+        joined.capture()
+    assert joined.graphs is None
 
 
 def test_a_model_whose_rotary_table_depends_on_the_length_is_not_recorded():
     config = MUST_SHOW["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    packed = packed_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE))
-    packed.record_decodes(packed.attention.for_decodes(max_rows=4, max_context=MAX_CONTEXT))
-    assert packed.graphs is None
+    joined = joined_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE))
+    joined.capture_decodes(joined.attention.for_decodes(max_rows=4, max_context=MAX_CONTEXT))
+    assert joined.graphs is None

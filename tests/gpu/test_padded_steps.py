@@ -18,9 +18,9 @@ from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.pieces import StepPieces
-from penstock.lanes.text_check import BLOCK_SIZE, step_inputs
 from penstock.models.decoder import Decoder
 from penstock.models.spec import decoder_spec
+from penstock.proof.text import BLOCK_SIZE, step_inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [prompt(length, seed=length) for length in (70, 21, 9)]
@@ -33,7 +33,7 @@ STEPS = (
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=["qwen3", "gemma3", "qwen3-moe", "gpt-oss"])
 def decoder(request):
     decoder = Decoder(decoder_spec(CONFIGS[request.param]().to_dict()), dtype=torch.float32, device=DEVICE)
     generator = torch.Generator().manual_seed(0)

@@ -1,11 +1,13 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import GPU_STEP_SIZES, PrefillPriority
-from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget, Waves
+from penstock.plan.waves import Waves
+from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget
 
 # Seconds per step, token, token x context, decode x context, chunk x context.
 TRUTH = (0.004, 2e-5, 5e-10, 4e-9, 1e-7)
@@ -167,17 +169,6 @@ def test_what_was_measured_at_load_tells_of_longer_contexts_too():
 WAVES = Waves(tile_tokens=128, num_heads=32, tiles_at_once=132)
 
 
-@given(num_tokens=st.integers(1, 20_000))
-def test_attention_takes_the_time_of_whole_waves(num_tokens):
-    filled, one_wave = WAVES.tokens_filled(num_tokens), WAVES.tokens_filled(1)
-    assert filled % one_wave == 0
-    assert num_tokens <= filled < num_tokens + 128 + one_wave  # a tile and a wave are rounded up
-    within = WAVES.tokens_within(num_tokens)
-    assert num_tokens - 512 < within <= num_tokens
-    assert within % 512 == 0
-    assert [WAVES.tokens_filled(n) // one_wave for n in (1, 512, 513, 1024, 1025)] == [1, 1, 2, 2, 3]
-
-
 def test_a_wave_that_would_hardly_be_filled_is_left_to_the_next_step():
     """At 40,000 tokens of context attention is most of a step: 560 tokens would take the time of 1,024."""
     load = StepLoad(num_tokens=32, decode_contexts=32 * 2000)
@@ -191,6 +182,17 @@ def test_a_wave_that_would_hardly_be_filled_is_left_to_the_next_step():
     assert budget.allowance(load, 40_000, 30_000) > 608
     budget.cost = cost
     assert budget.allowance(load, 0, 30_000) > 608  # with nothing before it attention is little of a step
+
+
+def test_a_target_that_no_wave_fits_still_gets_chunks_that_our_own_kernels_read():
+    """At 60,000 tokens of context even one token in a wave takes longer than the target; splits do not."""
+    load = StepLoad(num_tokens=32, decode_contexts=32 * 2000)
+    waves_alone, with_splits = StepCost(TRUTH, waves=WAVES), StepCost(TRUTH, waves=replace(WAVES, own_ratio=1.5))
+    target_s = waves_alone.predict(load.with_chunk(60_000, 1)) * 0.99
+    budget = TokenBudget(ceiling=8192, target_s=target_s, cost=waves_alone, lateness=1.0)
+    assert budget.allowance(load, 60_000, 30_000) == 0
+    budget.cost = with_splits
+    assert 128 < budget.allowance(load, 60_000, 30_000) < 512
 
 
 def test_without_a_target_the_ceiling_is_the_allowance():

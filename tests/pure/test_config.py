@@ -27,6 +27,13 @@ def test_other_sizes_are_refused(text):
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("value", ["500", 500, " 8 "])
+def test_a_budget_without_a_unit_is_asked_about(value, tmp_path):
+    with pytest.raises(InvalidSetting, match=r"(500|8) bytes.* did you mean (500|8)MB\?"):
+        load_config({"memory": value}, environment={}, folder=tmp_path)
+    assert load_config({"memory": "500000000"}, environment={}, folder=tmp_path).memory == 500_000_000
+
+
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path):
     (tmp_path / "penstock.toml").write_text('chunk-size = 100\noverlap = 3\nmemory = "1GiB"\n')
     environment = {"PENSTOCK_CHUNK_SIZE": "200", "PENSTOCK_OVERLAP": "4", "PENSTOCK_STRICT": "yes"}

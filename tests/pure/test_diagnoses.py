@@ -6,10 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.doctor.advice import latency_target_ms, nearly_fastest
-from penstock.doctor.diagnosis import Diagnosis, Status, refused
+from penstock.doctor.diagnosis import Diagnosis, Severity, refused
 from penstock.doctor.machine import MachineFacts, Need, diagnose_machine
-from penstock.engine.planning import DeviceMemory
 from penstock.errors import MemoryTooSmall
+from penstock.plan.devices import DeviceMemory
 from penstock.plan.machine import MachineMemory
 from penstock.schedule.budget import StepCost
 
@@ -39,7 +39,7 @@ HEALTHY = MachineFacts(
 
 def test_a_healthy_machine_has_nothing_to_mend():
     found = diagnose_machine(HEALTHY)
-    assert {diagnosis.status for diagnosis in found} == {Status.GOOD}
+    assert {diagnosis.status for diagnosis in found} == {Severity.GOOD}
     shown = " ".join(diagnosis.finding for diagnosis in found)
     assert all(
         word in shown for word in ("Python 3.11.7", "torch 2.13.0", "AVX-512", "bfloat16", "AMX", "30.0 of 32.0")
@@ -77,7 +77,7 @@ def test_a_healthy_machine_has_nothing_to_mend():
     ],
 )
 def test_what_is_wrong_is_said_with_its_remedy(changes, topic, status, found, remedy):
-    worse = [d for d in diagnose_machine(dataclasses.replace(HEALTHY, **changes)) if d.status is not Status.GOOD]
+    worse = [d for d in diagnose_machine(dataclasses.replace(HEALTHY, **changes)) if d.status is not Severity.GOOD]
     assert [(diagnosis.topic, diagnosis.status.value) for diagnosis in worse] == [(topic, status)]
     assert found in worse[0].finding
     assert remedy in worse[0].remedy
@@ -86,12 +86,12 @@ def test_what_is_wrong_is_said_with_its_remedy(changes, topic, status, found, re
 def test_a_gpu_with_everything_is_good():
     card = dataclasses.replace(HEALTHY, gpu=GPU, torch_uses_gpu=True, has_driver=True, triton="3.6", flashinfer="0.6")
     found = diagnose_machine(card)
-    assert {diagnosis.status for diagnosis in found} == {Status.GOOD}
+    assert {diagnosis.status for diagnosis in found} == {Severity.GOOD}
     shown = {diagnosis.topic: diagnosis.finding for diagnosis in found}
     assert "NVIDIA H200, 139.0 of 140.0 GiB" in shown["GPU"]
     assert "FlashInfer 0.6" in shown["attention"]
     older = dataclasses.replace(card, gpu=OLDER_GPU, flashinfer=None)  # where it would not be used, it is not missed
-    assert {diagnosis.topic: diagnosis for diagnosis in diagnose_machine(older)}["attention"].status is Status.GOOD
+    assert {diagnosis.topic: diagnosis for diagnosis in diagnose_machine(older)}["attention"].status is Severity.GOOD
 
 
 def test_an_error_is_told_with_its_way_out_apart():
@@ -100,7 +100,7 @@ def test_an_error_is_told_with_its_way_out_apart():
     assert told.remedy == "Raise --memory"
     assert refused("files", MemoryTooSmall("Too small.")).finding == "Too small"
     with pytest.raises(ValidationError):
-        Diagnosis(topic="x", status=Status.NOTE, finding="bad, and no way out")
+        Diagnosis(topic="x", status=Severity.NOTE, finding="bad, and no way out")
 
 
 def test_the_smallest_chunk_that_is_nearly_as_fast_is_recommended():

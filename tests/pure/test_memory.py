@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import EngineConfig
+from penstock.config import STATE_SHARE, EngineConfig, parse_bytes, written_budget
 from penstock.errors import InvalidSetting
 from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
-from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape, peak_memory_estimate
+from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape, over_budget, peak_memory_estimate
 from penstock.plan.prompt_plan import plan_prompt
 
 SHAPE = ModelShape(
@@ -110,3 +110,40 @@ def test_a_packed_matrix_is_bounded_where_the_device_packs_panels():
     assert MEMORY.activation_bytes(8, 8) - bounded.activation_bytes(8, 8) == matrix - bound
     loose = dataclasses.replace(MEMORY, most_packed_bytes=2 * matrix)
     assert loose.activation_bytes(8, 8) == MEMORY.activation_bytes(8, 8)
+
+
+@given(budget=st.integers(10**8, 10**12), excess=st.integers(-(10**8), 10**9))
+def test_a_peak_above_the_budget_is_told_with_the_difference(budget, excess):
+    told = over_budget(budget + excess, budget)
+    assert (told is not None) == (excess > 0)
+    if excess > 0:
+        assert f"{excess / 1e6:,.1f} MB above --memory, {budget / 1e6:,.1f} MB" in told
+    assert over_budget(budget + excess, None) is None
+
+
+@given(
+    num_tokens=st.integers(1, 200_000),
+    chunk=st.integers(1, 4096),
+    copied=st.sampled_from([0, 512]),
+    states=st.sampled_from([(0, 0, 0), (10**6, 1, 0), (10**6, 4, 3)]),
+)
+def test_a_budget_that_is_named_for_a_prompt_holds_it_and_is_not_generous(num_tokens, chunk, copied, states):
+    state_bytes, num_running, num_checkpoints = states
+    shape = dataclasses.replace(SHAPE, copied_bytes_per_token=copied, state_bytes=state_bytes)
+    slots = {"num_running_states": num_running, "num_checkpoints": num_checkpoints}
+    memory = dataclasses.replace(MEMORY, shape=shape, **slots)
+    named = memory.budget_for(num_tokens, chunk=chunk)
+    assert memory.kv_capacity(budget_bytes=named, chunk=chunk) >= num_tokens
+    per_block = memory.block_size * (shape.kv_bytes_per_token + copied)
+    if state_bytes:  # a larger budget has more of them
+        num_slots = int(STATE_SHARE * (named - memory.runtime_bytes - shape.weight_bytes)) // state_bytes
+        memory = dataclasses.replace(memory, num_running_states=max(num_running, num_slots), num_checkpoints=0)
+        assert memory.kv_capacity(budget_bytes=named, chunk=chunk) >= num_tokens
+    else:
+        assert memory.kv_capacity(budget_bytes=named - 2 * per_block, chunk=chunk) < num_tokens
+
+
+@given(num_bytes=st.integers(1, 10**13))
+def test_a_budget_is_written_as_it_is_read_and_rounded_up(num_bytes):
+    read = parse_bytes(written_budget(num_bytes))
+    assert num_bytes <= read <= num_bytes * 1.01 + 1_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from datetime import datetime
 
 import pytest
@@ -108,8 +107,14 @@ def test_generation_blocks_are_printed():
     assert template("{% generation %}{{ messages[1].content }}{% endgeneration %}").render(CHAT) == "A gate."
 
 
-def test_the_date_of_today_is_known():
-    assert template("{{ strftime_now('%Y') }}").render(CHAT) == datetime.now().strftime("%Y")
+def test_the_date_of_today_is_known(monkeypatch):
+    class FixedDate(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2031, 12, 31, 23, 59)
+
+    monkeypatch.setattr("penstock.prompt.sandbox.datetime", FixedDate)
+    assert template("{{ strftime_now('%d %b %Y') }}").render(CHAT) == "31 Dec 2031"
 
 
 def test_a_refusal_of_the_template_carries_its_message():
@@ -154,6 +159,7 @@ def test_a_template_that_fails_is_an_invalid_prompt(source):
 DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = DOUBLED %}{% endfor %}{{ n.x }}"
 TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 KEPT = "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x, 'y' * 99999] %}{% endfor %}"
+SEARCHED = "{% set x = 'a' * 999999 %}{% for i in range(99999) %}{% set y = SEARCHED %}{% endfor %}"
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops over a list": "{% set x = [1] * 99 %}" + "{% for a in x %}" * 9 + "{% endfor %}" * 9,
@@ -185,22 +191,55 @@ HOSTILE = {
     "squaring": "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a wide date": "{{ strftime_now('%999999999d') }}",
     "kept texts": KEPT,
+    "nested tuples as a key": DOUBLING.replace("DOUBLED", "(n.x, n.x)").replace("n.x }}", "{n.x: 1} }}"),
+    "nested tuples, looked up": DOUBLING.replace("DOUBLED", "(n.x, n.x)").replace("n.x }}", "{'a': 1}[n.x] }}"),
+    "nested tuples as a key of dict": DOUBLING.replace("DOUBLED", "(n.x, n.x)").replace(
+        "n.x }}", "dict([[n.x, 1]]) }}"
+    ),
+    "nested tuples as a name": DOUBLING.replace("DOUBLED", "(n.x, n.x)").replace("n.x }}", "namespace([[n.x, 1]]) }}"),
+    "nested tuples, unique": DOUBLING.replace("DOUBLED", "(n.x, n.x)").replace("n.x }}", "[n.x]|unique|list }}"),
+    "searched by find": SEARCHED.replace("SEARCHED", "x.find('b')"),
+    "searched by count": SEARCHED.replace("SEARCHED", "x.count('ab')"),
+    "searched by isalpha": SEARCHED.replace("SEARCHED", "x.isalpha()"),
+    "searched by in": SEARCHED.replace("SEARCHED", "'b' in x"),
+    "searched by ==": SEARCHED.replace("SEARCHED", "x == x[:-1] + 'b'"),
+    "searched by a test": SEARCHED.replace("SEARCHED", "x is upper"),
+    "searched by a filter": SEARCHED.replace("SEARCHED", "x | wordcount"),
     "sums": "{{ ([[1] * 9999] * 9999) | sum(start=[]) }}",
 }
 
 
-@pytest.mark.timeout(20)
+# The limits of the sandbox, in its words: what is refused so has cost no more than they allow.
+LIMITS = (
+    r"takes more than [\d,]+ steps|builds or reads more than [\d,]+ characters|fields of 100 or more characters"
+    r"|is not offered|is the most|a date with padding"
+)
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_refused_soon(name):
-    started = time.monotonic()
-    with pytest.raises(PenstockError):
+def test_a_hostile_template_is_refused_by_a_limit(name):
+    with pytest.raises(InvalidPrompt, match=LIMITS):
         template(HOSTILE[name]).render(CHAT)
-    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [("m.content.replace('a', 'b')", "b"), ("'-'.join([m.content, 'b'])", "a-b"), ("'{}b'.format(m.content)", "ab")],
+)
+def test_text_methods_can_be_called_beside_variables_of_a_loop(call, expected):
+    source = "{% for m in messages %}{% set c = CALL %}{{ c }}{% endfor %}".replace("CALL", call)
+    assert template(source).render([{"role": "user", "content": "a"}]) == expected
 
 
 def test_long_conversations_and_long_contents_stay_within_the_bounds():
     assert len(template(CHATML).render(CHAT * 3_000)) > 300_000
     assert len(template(TRIMMING).render(with_content("word " * 1_000_000))) > 4_999_000
+
+
+def test_a_long_content_may_be_looked_through_many_times():
+    source = "{% for m in messages %}" + "{{ m.content.find('b') ~ m.content.isalpha() ~ ('b' in m.content) }}" * 20
+    assert template(source + "{% endfor %}").render(with_content("a" * 3_000_000))
 
 
 @pytest.mark.parametrize("name", ["chatml", "turns", "macro"])

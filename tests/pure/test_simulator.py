@@ -3,14 +3,14 @@ from random import Random
 
 import pytest
 
-from penstock.bench.costs import MACHINES
-from penstock.bench.report import TARGETS_S, Summary, check_all, check_lone_question
-from penstock.bench.scheduling_cost import measure
-from penstock.bench.simulate import calibrated_cost, simulate
-from penstock.bench.workloads import SCENARIOS, SIZES, Arrival, Trace, beside, day
 from penstock.config import PrefillPriority
 from penstock.schedule.budget import StepLoad
-from penstock.trace.summary import percentile
+from penstock.simulate.costs import MACHINES
+from penstock.simulate.report import TARGETS_S, RunSummary, check_all, check_lone_question
+from penstock.simulate.scheduling_cost import measure
+from penstock.simulate.simulate import calibrated_cost, simulate
+from penstock.simulate.workloads import SCENARIOS, SIZES, Arrival, Arrivals, beside, day
+from penstock.trace.percentile import percentile
 
 H200 = MACHINES["h200"]
 SMALL = replace(SIZES["h200"], prompt=16_384, document=65_536, day_requests=150, day_s=60.0, num_decoded=512)
@@ -22,7 +22,7 @@ def small_trace():
         Arrival(at_s=rng.uniform(0, 2), num_prompt_tokens=rng.randint(1, 6_000), num_generated=rng.randint(1, 40))
         for _ in range(30)
     ]
-    return Trace(title="small", arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_s)))
+    return Arrivals(title="small", arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_s)))
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
@@ -35,7 +35,7 @@ def test_the_fitted_costs_reproduce_the_measured_figures(machine):
 def test_the_fitted_costs_predict_what_they_were_not_fitted_to():
     """vLLM with 8,192 tokens per step, 65k beside 32 decodes: TTFT 3.55 s, p99 gap 656 ms."""
     run = simulate(beside(SIZES["h200"], Random(1)), H200, priority=PrefillPriority.INTERLEAVED, target_s=None, seed=1)
-    summary = Summary.of(run, "beside-64k")
+    summary = RunSummary.of(run, "beside-64k")
     assert summary.long_prompt_ttft_s == pytest.approx(3.55, rel=0.1)
     assert summary.gap_p99_ms == pytest.approx(656, rel=0.1)
 
@@ -56,7 +56,7 @@ def test_a_scenario_depends_on_nothing_but_its_seed(name):
 def test_equal_seeds_give_equal_runs():
     def summary(seed):
         run = simulate(small_trace(), H200, priority=PrefillPriority.INTERLEAVED, target_s=0.05, seed=seed)
-        return Summary.of(run, "small")
+        return RunSummary.of(run, "small")
 
     assert summary(7) == summary(7)
     assert summary(7) != summary(8)
@@ -76,7 +76,7 @@ def test_every_request_ends_with_all_its_tokens(priority, target_s):
 def test_the_promises_hold_beside_a_long_prompt():
     trace = beside(SMALL, Random(1))
     summaries = [
-        Summary.of(simulate(trace, H200, priority=priority, target_s=target_s, seed=1), "beside-64k")
+        RunSummary.of(simulate(trace, H200, priority=priority, target_s=target_s, seed=1), "beside-64k")
         for priority in PrefillPriority
         for target_s in TARGETS_S
     ]
@@ -93,7 +93,7 @@ def test_a_lone_question_is_not_stuck_behind_a_document():
 def test_a_busy_hour_keeps_its_target(priority):
     run = simulate(day(SMALL, Random(1)), H200, priority=priority, target_s=0.05, seed=1)
     assert run.is_complete
-    assert all(check.holds for check in check_all([Summary.of(run, "day")]))
+    assert all(check.holds for check in check_all([RunSummary.of(run, "day")]))
 
 
 def test_a_percentile_is_a_value_that_occurred():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import sys
@@ -20,7 +21,7 @@ import tokenizers_for_tests as kinds
 from penstock.errors import InvalidPrompt, UnsupportedModel
 from penstock.prompt.cuts import Cuts
 from penstock.prompt.pattern import Pattern, UnreadablePattern
-from penstock.prompt.tokens import Tokenizer
+from penstock.prompt.tokens import ADDED, MODEL_SETTINGS, Tokenizer, _without_vocabulary
 
 ALL_KINDS = list(kinds.KINDS)
 EDGES = [
@@ -358,13 +359,25 @@ def test_wrong_cuts_would_be_noticed(monkeypatch):
             check_random_texts(kind, 300)
 
 
-def test_truncation_and_padding_are_off_and_the_original_is_left_alone():
+def test_truncation_and_padding_are_off():
     backend = with_parts()
     backend.enable_truncation(2)
     backend.enable_padding(length=9)
     tokenizer = Tokenizer(backend)
     assert len(tokenizer.encode("the cat and the river of the dog", add_special_tokens=True)) > 2
-    assert len(backend.encode("the cat and the river of the dog").ids) == 9
+    assert len(tokenizer.encode("the", add_special_tokens=True)) < 9
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "unigram"])
+def test_a_tokenizer_is_classified_without_its_vocabulary(kind):
+    backend = kinds.with_added(kinds.trained(kind), "special")
+    written, described = json.loads(backend.to_str()), _without_vocabulary(backend)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        assert described[part] == written[part]
+    assert described["model"] == {name: written["model"].get(name) for name in ("type", *MODEL_SETTINGS)}
+    assert described["added_tokens"] == [
+        {name: token[name] for name in ("id", *ADDED)} for token in written["added_tokens"]
+    ]
 
 
 def test_specials_are_text_if_the_original_says_so():
@@ -398,12 +411,10 @@ def test_a_tokenizer_with_python_parts_is_refused():
         Tokenizer(with_parts(pre_tokenizer=pre_tokenizers.PreTokenizer.custom(Custom())))
 
 
-def test_vocabulary_is_looked_up_both_ways():
+def test_the_vocabulary_is_looked_up():
     backend = kinds.with_added(kinds.trained("llama2"), "special")
     tokenizer = Tokenizer(backend)
     assert tokenizer.vocab_size == backend.get_vocab_size()
-    assert tokenizer.id_of("<|im_end|>") == backend.token_to_id("<|im_end|>")
-    assert tokenizer.id_of("not a token") is None
     river = tokenizer.encode("the river", add_special_tokens=False)
     assert "".join(map(tokenizer.token_text, river)) == " the river"
     assert tokenizer.token_text(tokenizer.vocab_size + 5) == ""

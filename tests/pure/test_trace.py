@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from penstock.errors import InvalidSetting, InvalidTrace
 from penstock.request import Chunk, Finished, Output, Request, SamplingParams, StepPlan, StepResult
-from penstock.trace.document import Environment, Lane, Limits, Trace, TraceModel, require_writable
+from penstock.trace.document import Environment, Trace, TraceLane, TraceLimits, TraceModel, require_writable
+from penstock.trace.environment import environment, versions
 from penstock.trace.perfetto import write_perfetto
-from penstock.trace.recorder import GAPS_PER_CHUNK, GAPS_PER_REQUEST, MOST_CHUNKS, MOST_GAPS, Recorder
+from penstock.trace.recorder import GAPS_PER_CHUNK, GAPS_PER_REQUEST, MAX_CHUNKS, MAX_GAPS, Recorder
 from penstock.trace.summary import summarize
 
 HEAD = Trace(
@@ -34,8 +35,8 @@ HEAD = Trace(
         num_threads=2,
     ),
     model=TraceModel(name="tiny", dtype="float32", num_parameters=1, weight_bytes=4, max_context=9),
-    lane=Lane(id="optimized-native-text", eligible=True, applied=True, reason="r", boundary="b", mask_mode="m"),
-    limits=Limits(
+    lane=TraceLane(id="optimized-native-text", eligible=True, applied=True, reason="r", boundary="b", mask_mode="m"),
+    limits=TraceLimits(
         memory_budget_bytes=10**9,
         chunk_size=None,
         overlap=0,
@@ -231,18 +232,18 @@ def test_a_step_of_many_streams_is_kept_in_few_bytes():
 
 def test_what_is_kept_is_bounded_and_what_is_not_is_counted():
     clock = Clock()
-    for _ in range(MOST_CHUNKS // 1000 + 5):
+    for _ in range(MAX_CHUNKS // 1000 + 5):
         clock.run(*[(0, 1, 2, 1)] * 1000, ms=1)
     recording = clock.recorder.taken()
-    assert (len(recording.ran), recording.num_dropped_steps) == (MOST_CHUNKS // 1000, 5)
-    assert recording.ran[0].step == 5
+    assert (len(recording.ran), recording.num_dropped_steps) == (MAX_CHUNKS // 1000, 5)
+    assert recording.ran[0].plan.step == 5
     recent = clock.recorder.taken(last_s=0.0105)
-    assert (len(recent.ran), recent.num_dropped_steps) == (11, MOST_CHUNKS // 1000 - 6)
+    assert (len(recent.ran), recent.num_dropped_steps) == (11, MAX_CHUNKS // 1000 - 6)
 
 
 def test_ended_requests_are_bounded_by_what_they_hold():
     clock = Clock()
-    most = MOST_GAPS // GAPS_PER_REQUEST
+    most = MAX_GAPS // GAPS_PER_REQUEST
     for request_id in range(most + 5):
         clock.arrive(request_id, 1)
         clock.end(request_id, "stop", num_prompt=1, num_written=1)
@@ -364,3 +365,11 @@ def test_a_large_trace_is_made_in_small_pieces_that_are_the_document():
     assert max(map(len, pieces)) < len(whole) / 10
     empty = Clock().recorder.taken()
     assert Trace.model_validate_json(b"".join(empty.pieces())) == empty.document()
+
+
+def test_measurements_and_traces_name_the_same_versions():
+    recorded, measured = environment(device="cpu", num_threads=1), versions()
+    assert {"penstock", "python", "torch", "transformers", "numpy"} <= set(measured)
+    assert measured.get("commit") == recorded.commit
+    for name in ("penstock", "python", "torch", "transformers"):
+        assert measured[name] == getattr(recorded, name)

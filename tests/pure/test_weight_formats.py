@@ -2,11 +2,11 @@
 
 import pytest
 
-from penstock.attention import c_library
 from penstock.engine.planning import plan
 from penstock.errors import InvalidSetting
+from penstock.kernels import build
 
-KEPT = "keep" if c_library.can_run() else "none"
+KEPT = "keep" if build.can_run() else "none"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_was_asked_for_is_refused_where_it_cannot_be_had():
         plan("smollm2", prompt_tokens=100, device="cpu", quantize="keep", lane="transformers-generic-text")
 
 
-@pytest.mark.skipif(not c_library.can_run(), reason="no C kernels")
+@pytest.mark.skipif(not build.can_run(), reason="no C kernels")
 def test_kept_codes_need_room_for_sums_but_not_for_a_tile():
     settings = {"prompt_tokens": 100, "chunk_size": 100, "device": "cpu", "memory": "4GiB", "dtype": "bfloat16"}
     kept, plain = plan("smollm2", **settings).prompt, plan("smollm2", **settings, quantize="none").prompt

@@ -1,4 +1,4 @@
-"""What attention is given: the packed tensors of one step, and the rule of each layer."""
+"""What attention is given: the joined tensors of one step, and the rule of each layer."""
 
 # T tokens of the step, C chunks, H heads, K key-value heads, D head size, R half of the rotated dimensions,
 # N rows of media, L deepstack layers, A position axes
@@ -43,19 +43,20 @@ class ForwardInputs:
     take_hidden: Callable[[torch.Tensor], None] | None = None  # gets the last hidden states, [T, M]; None: nobody asks
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
     media: MediaInputs | None = None  # None: tokens only
+    num_real_1: torch.Tensor | None = None  # on the device, of a padded step: tokens before the padding
 
     @property
     def num_chunks(self) -> int:
         return len(self.context_lens)
 
     def longer_chunks(self) -> Iterator[tuple[slice, int]]:
-        """(rows, state slot) of each chunk of more than one token."""
+        """Yields (rows, state slot) of each chunk of more than one token."""
         for first, last, slot in zip(self.query_starts, self.query_starts[1:], self.state_slots, strict=False):
             if last - first > 1:
                 yield slice(first, last), slot
 
     def single_tokens(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, state slots) of the chunks of one token; None where there is none."""
+        """Finds (rows, state slots) of the chunks of one token; None where there is none."""
         pairs = zip(self.query_starts, self.query_starts[1:], self.state_slots, strict=False)
         found = [(first, slot) for first, last, slot in pairs if last - first == 1]
         if not found:
@@ -106,7 +107,7 @@ class HeadNorm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """Of queries and keys, before they are rotated."""
+    """Holds the norms of queries and keys, which come before they are rotated."""
 
     q: HeadNorm
     k: HeadNorm

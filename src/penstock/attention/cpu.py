@@ -9,7 +9,7 @@ can run; it stands in `cpu_compiled`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SlotRun:
     """Positions [start, end) of a sequence lie in the adjacent slots that begin at `slot`."""
 
     start: int
@@ -43,16 +43,48 @@ class Segment:
     is_masked: bool
 
 
-def contiguous_runs(blocks: tuple[int, ...], block_size: int, num_tokens: int) -> tuple[Run, ...]:
-    runs: list[Run] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryMask:
+    """Tells which keys the queries [start, end) see: those up to them within a window, or those after them."""
+
+    start: int
+    end: int
+    window: int | None = None
+    is_reversed: bool = False  # they see what comes after them
+
+    def is_causal_square(self, first: int, last: int) -> bool:
+        """Whether the keys are the queries' own and no window cuts them, which needs no table."""
+        is_cut = self.window is not None and self.end - self.start > self.window
+        return (first, last) == (self.start, self.end) and not is_cut and not self.is_reversed
+
+    def table(self, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
+        """0 where query (row) sees key (column). The lowest finite number elsewhere: an infinite one would give a row
+        that sees nothing a log-sum-exp of 0, and the merge would count it."""
+        queries_Q1 = torch.arange(self.start, self.end, device=like.device)[:, None]
+        keys_N = torch.arange(first, last, device=like.device)
+        is_seen_QN = keys_N > queries_Q1 if self.is_reversed else keys_N <= queries_Q1
+        if self.window is not None:
+            is_seen_QN &= keys_N > queries_Q1 - self.window
+        table_QN = torch.zeros(is_seen_QN.shape, dtype=like.dtype, device=like.device)
+        return table_QN.masked_fill_(~is_seen_QN, torch.finfo(like.dtype).min)
+
+
+# (queries, keys, values, position of the first key, mask, rule) -> (out [Q, H, D], log-sum-exp [Q, H, 1])
+Part = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, int, QueryMask | None, AttentionRule], tuple[torch.Tensor, torch.Tensor]
+]
+
+
+def contiguous_runs(blocks: tuple[int, ...], block_size: int, num_tokens: int) -> tuple[SlotRun, ...]:
+    runs: list[SlotRun] = []
     for index, block in enumerate(blocks):
         start, end = index * block_size, min((index + 1) * block_size, num_tokens)
         if start >= num_tokens:
             break
         if runs and runs[-1].slot + (start - runs[-1].start) == block * block_size:
-            runs[-1] = Run(start=runs[-1].start, end=end, slot=runs[-1].slot)
+            runs[-1] = SlotRun(start=runs[-1].start, end=end, slot=runs[-1].slot)
         else:
-            runs.append(Run(start=start, end=end, slot=block * block_size))
+            runs.append(SlotRun(start=start, end=end, slot=block * block_size))
     return tuple(runs)
 
 
@@ -77,14 +109,10 @@ class CpuAttention:
         self.storage = storage
         self.block_size = block_size
         self._inputs: ForwardInputs | None = None
-        self._runs: list[tuple[Run, ...]] = []  # of the step's chunks, made when torch first needs them
+        self._runs: list[tuple[SlotRun, ...]] = []  # of the step's chunks, made when torch first needs them
         self.compiled = make_compiled(storage, block_size)  # None: torch attends
         self.name = "torch" if self.compiled is None else "C kernels"
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the C kernel attends, and not torch."""
-        return self.compiled is not None
+        self.has_flash = storage.device.type == "cpu"  # torch's kernel that gives log-sum-exps is for processors
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         self._inputs = inputs
@@ -114,7 +142,7 @@ class CpuAttention:
                 else:
                     rotation.apply(rows, k_TKD[rows], out=keys[pages])
                 values[pages] = v_TKD[rows]
-        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if rotation is None:
             rotated_THD.copy_(q_THD)
         else:
@@ -136,16 +164,21 @@ class CpuAttention:
             for tile in range(start, end, QUERY_ROWS):
                 tile_end = min(tile + QUERY_ROWS, end)
                 rows = slice(row + tile - start, row + tile_end - start)
-                out_THD[rows] = _attend_tile(q_THD[rows], keys, values, runs, tile, tile_end, rule, sinks_H, spans)
+                out_THD[rows] = _attend_tile(
+                    self._part(rule), q_THD[rows], keys, values, runs, tile, tile_end, rule, sinks_H, spans
+                )
         return out_THD
+
+    def _part(self, rule: AttentionRule) -> Part:
+        return _by_flash if self.has_flash and rule.softcap is None else _by_scores
 
     def _spans(self, chunk: int) -> tuple[Span, ...]:
         assert self._inputs is not None, "begin_step comes first"
         media = self._inputs.media
         return media.spans[chunk] if media is not None and media.spans else ()
 
-    def _chunks(self) -> Iterator[tuple[int, int, int, tuple[Run, ...]]]:
-        """(first row, first position, end position, runs) of each chunk."""
+    def _chunks(self) -> Iterator[tuple[int, int, int, tuple[SlotRun, ...]]]:
+        """Yields (first row, first position, end position, runs) of each chunk."""
         assert self._inputs is not None, "begin_step comes first"
         starts = self._inputs.query_starts
         if not self._runs:
@@ -163,8 +196,8 @@ def _are_bfloat16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: R
     return all(tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
-def _slots(runs: tuple[Run, ...], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, slot of first) of each run's part of positions [start, end)."""
+def _slots(runs: tuple[SlotRun, ...], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (first, last, slot of first) of each run's part of positions [start, end)."""
     for run in runs:
         first, last = max(start, run.start), min(end, run.end)
         if first < last:
@@ -172,10 +205,11 @@ def _slots(runs: tuple[Run, ...], start: int, end: int) -> Iterator[tuple[int, i
 
 
 def _attend_tile(
+    attend: Part,
     q_QHD: torch.Tensor,
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
-    runs: tuple[Run, ...],
+    runs: tuple[SlotRun, ...],
     start: int,
     end: int,
     rule: AttentionRule,
@@ -187,19 +221,12 @@ def _attend_tile(
     for segment in segments(start, end, rule.window):
         for first, last, slot in _slots(runs, segment.start, segment.end):
             k_NKD, v_NKD = keys_SKD[slot : slot + last - first], values_SKD[slot : slot + last - first]
-            is_own_square = first == start and last == end
-            is_plainly_causal = is_own_square and (rule.window is None or end - start <= rule.window)
-            if rule.softcap is not None:
-                part = _by_scores(q_QHD, k_NKD, v_NKD, start, first, segment.is_masked, rule)
-            elif not segment.is_masked or is_plainly_causal:
-                part = _by_flash(q_QHD, k_NKD, v_NKD, segment.is_masked, None, rule.scale)
-            else:
-                mask_QN = _mask(start, end, first, last, rule.window, q_QHD.dtype)
-                part = _by_flash(q_QHD, k_NKD, v_NKD, False, mask_QN, rule.scale)
+            mask = QueryMask(start=start, end=end, window=rule.window) if segment.is_masked else None
+            part = attend(q_QHD, k_NKD, v_NKD, first, mask, rule)
             merged = part if merged is None else _merge(merged, part)
     assert merged is not None
     for span in spans:
-        _merge_span(merged, q_QHD, keys_SKD, values_SKD, runs, start, end, rule, span)
+        _merge_span(attend, merged, q_QHD, keys_SKD, values_SKD, runs, start, end, rule, span)
     out_QHD, lse_QH1 = merged
     if sinks_H is not None:
         out_QHD = out_QHD * torch.sigmoid(lse_QH1 - sinks_H[:, None])
@@ -207,11 +234,12 @@ def _attend_tile(
 
 
 def _merge_span(
+    attend: Part,
     merged: tuple[torch.Tensor, torch.Tensor],
     q_QHD: torch.Tensor,
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
-    runs: tuple[Run, ...],
+    runs: tuple[SlotRun, ...],
     start: int,
     end: int,
     rule: AttentionRule,
@@ -226,9 +254,9 @@ def _merge_span(
     out_QHD, lse_QH1 = merged
     for low in range(first_query, span.end, KEY_ROWS):
         for first, last, slot in _slots(runs, low, min(low + KEY_ROWS, span.end)):
-            mask_QN = _mask_after(first_query, last_query, first, last, q_QHD.dtype)
+            mask = QueryMask(start=first_query, end=last_query, is_reversed=True)
             pages = slice(slot, slot + last - first)
-            part = _by_flash(q_QHD[rows], keys_SKD[pages], values_SKD[pages], False, mask_QN, rule.scale)
+            part = attend(q_QHD[rows], keys_SKD[pages], values_SKD[pages], first, mask, rule)
             out_QHD[rows], lse_QH1[rows] = _merge((out_QHD[rows], lse_QH1[rows]), part)
 
 
@@ -236,21 +264,24 @@ def _by_flash(
     q_QHD: torch.Tensor,
     k_NKD: torch.Tensor,
     v_NKD: torch.Tensor,
-    is_causal: bool,
-    mask_QN: torch.Tensor | None,
-    scale: float,
+    first_key: int,
+    mask: QueryMask | None,
+    rule: AttentionRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [Q, H, D], log-sum-exp [Q, H, 1]). A single query's head groups become rows, sharing each key read."""
+    """Attends by torch's kernel. A single query's head groups become rows, sharing each key read."""
     num_queries, num_heads, head_size = q_QHD.shape
-    num_kv_heads = k_NKD.shape[1]
+    num_keys, num_kv_heads = k_NKD.shape[:2]
+    last_key = first_key + num_keys
+    is_causal = mask is not None and mask.is_causal_square(first_key, last_key)
+    mask_QN = None if mask is None or is_causal else mask.table(first_key, last_key, q_QHD)
     k, v = k_NKD.transpose(0, 1)[None], v_NKD.transpose(0, 1)[None]
     if num_queries == 1:
         group = num_heads // num_kv_heads
         q = q_QHD.reshape(1, num_kv_heads, group, head_size)
-        mask = None if mask_QN is None else mask_QN.expand(group, -1)
-        out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        rows = None if mask_QN is None else mask_QN.expand(group, -1)
+        out, lse = _flash(q, k, v, 0.0, False, attn_mask=rows, scale=rule.scale)
         return out.reshape(1, num_heads, head_size), lse.reshape(1, num_heads, 1)
-    out, lse = _flash(q_QHD.transpose(0, 1)[None], k, v, 0.0, is_causal, attn_mask=mask_QN, scale=scale)
+    out, lse = _flash(q_QHD.transpose(0, 1)[None], k, v, 0.0, is_causal, attn_mask=mask_QN, scale=rule.scale)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)[..., None]
 
 
@@ -258,12 +289,11 @@ def _by_scores(
     q_QHD: torch.Tensor,
     k_NKD: torch.Tensor,
     v_NKD: torch.Tensor,
-    start: int,
     first_key: int,
-    is_masked: bool,
+    mask: QueryMask | None,
     rule: AttentionRule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the scores in view, for softcaps, in key tiles so that they stay small."""
+    """Attends with the scores in view, for softcaps and other devices, in key tiles so that they stay small."""
     num_queries, num_heads, head_size = q_QHD.shape
     num_kv_heads = k_NKD.shape[1]
     group = num_heads // num_kv_heads
@@ -277,9 +307,8 @@ def _by_scores(
         if rule.softcap is not None:
             scores_KRN.div_(rule.softcap).tanh_().mul_(rule.softcap)
         scores = scores_KRN.view(num_kv_heads, group, num_queries, high - low)
-        if is_masked:
-            keys = (first_key + low, first_key + high)
-            scores += _mask(start, start + num_queries, *keys, rule.window, torch.float32)
+        if mask is not None:
+            scores += mask.table(first_key + low, first_key + high, scores)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse[..., None]).exp_().to(q_QHD.dtype)
         out_KRD = torch.bmm(weights.view(num_kv_heads, -1, high - low), v_NKD[low:high].transpose(0, 1))
@@ -288,23 +317,6 @@ def _by_scores(
         merged = part if merged is None else _merge(merged, part)
     assert merged is not None
     return merged
-
-
-def _mask(start: int, end: int, first: int, last: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """0 where query (row) sees key (column). The lowest finite number elsewhere: an infinite one would give a row
-    that sees nothing a log-sum-exp of 0, and the merge would count it."""
-    queries_Q1 = torch.arange(start, end)[:, None]
-    keys_N = torch.arange(first, last)
-    is_seen_QN = keys_N <= queries_Q1
-    if window is not None:
-        is_seen_QN &= keys_N > queries_Q1 - window
-    return torch.zeros(is_seen_QN.shape, dtype=dtype).masked_fill_(~is_seen_QN, torch.finfo(dtype).min)
-
-
-def _mask_after(start: int, end: int, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the key comes after the query."""
-    is_seen_QN = torch.arange(first, last) > torch.arange(start, end)[:, None]
-    return torch.zeros(is_seen_QN.shape, dtype=dtype).masked_fill_(~is_seen_QN, torch.finfo(dtype).min)
 
 
 def _merge(

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 import triton
 
-from penstock.attention import triton_kernels
 from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
 from penstock.attention.flashinfer import FlashInferReader, WideChunks, obstacle
 from penstock.attention.spans import attend_spans
-from penstock.attention.triton_overlap import overlap
 from penstock.cache.storage import KvStorage
+from penstock.errors import first_line
+from penstock.kernels import triton_attention as triton_kernels
+from penstock.kernels.overlap import overlap
 
 LEAST_ROWS = 16  # of a matrix product on tensor cores
 MAX_SPLITS = 64  # a power of two
@@ -29,7 +30,6 @@ MIN_SPLIT_KEYS = 128
 MAX_PARTIAL_BYTES = 64 * 2**20  # of the partial results of one launch
 ALIGNED_ITEMS = 4  # int32 numbers of 16 bytes
 TIMED_CHUNK, TIMED_CONTEXT, TIMED_RUNS = 2048, 8192, 4
-MOST_LETTERS = 200  # of another library's message
 HOPPER_SHARED_BYTES = 232_448
 PADDING = -1  # a tile or a slot that nothing is computed for
 
@@ -71,7 +71,7 @@ class StepLayout:
 def tile_shapes(
     group: int, head_size: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED_BYTES
 ) -> tuple[TileShape, TileShape]:
-    """(narrow, wide): for the few queries of a decode, which wait for memory, and for chunks, which wait for math.
+    """Chooses (narrow, wide): few queries of a decode wait for memory, chunks wait for math.
 
     `shared_bytes`: of a multiprocessor of the card, for one program.
     """
@@ -156,11 +156,13 @@ class CudaAttention:
         own_ms = self._wide_chunk_ms()
         num_heads = self.group * self.num_kv_heads
         try:
-            self.reader = FlashInferReader(self.storage, self.block_size, num_heads=num_heads)
+            self.reader = FlashInferReader(
+                self.storage, self.block_size, num_heads=num_heads, num_processors=self.num_processors
+            )
             its_ms = self._wide_chunk_ms()
         except Exception as error:  # it compiles now, with tools that may be missing, and says so in many ways
             self.reader = None
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)[:MOST_LETTERS]
+            why = first_line(error, 200)
             self.failure = f"FlashInfer is installed but does not run ({why}); Triton reads wide chunks too"
             self.name = f"Triton alone; {self.failure}"
             return
@@ -170,9 +172,11 @@ class CudaAttention:
             self.name = f"Triton alone; FlashInfer is slower: {times}"
         else:
             self.name = f"Triton, and FlashInfer for wide chunks: {times}"
+            if self.reader.waves is not None:
+                self.reader.waves = dataclasses.replace(self.reader.waves, own_ratio=own_ms / its_ms)
 
     def _wide_chunk_ms(self) -> float:
-        """Of one layer's attention for a typical chunk; the least of a few."""
+        """Times one layer's attention for a typical chunk; the least of a few counts."""
         num_slots = len(self.storage.keys[0]) // self.block_size * self.block_size
         context = min(TIMED_CONTEXT, num_slots)
         count = min(TIMED_CHUNK, context)
@@ -211,7 +215,7 @@ class CudaAttention:
         counts = np.diff(starts)
         is_narrow = counts <= self._narrow.num_rows // self.group
         wide = None
-        if self.reader is not None:
+        if self.reader is not None and self.reader.is_faster_for(counts[~is_narrow]):
             wide = WideChunks.of(np.flatnonzero(~is_narrow), starts, contexts, table, self.block_size)
             self.reader.begin_step(wide)
         groups = [
@@ -311,7 +315,7 @@ class CudaAttention:
             attend_spans(self._inputs, self.block_size, pages, q_THD, out_THD, rule)
 
     def _with_heads_together(self, x_THD: torch.Tensor) -> torch.Tensor:
-        """As the kernels read them: a token's heads follow each other; tokens may lie apart."""
+        """Lays a token's heads one after the other, as the kernels read them; tokens may lie apart."""
         return x_THD if x_THD.stride()[1:] == (self.head_size, 1) else x_THD.contiguous()
 
     def _place_of_queries(self, q_THD: torch.Tensor) -> torch.Tensor:
@@ -417,7 +421,7 @@ class CudaAttention:
 
 
 class DecodeAttention(CudaAttention):
-    """The same for steps of single tokens, over buffers that never move: such a step can be recorded and replayed."""
+    """Attends in steps of single tokens, over buffers that never move: a CUDA graph can capture such a step."""
 
     def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int, max_rows: int, max_context: int) -> None:
         super().__init__(storage, block_size, num_heads=num_heads)
@@ -462,7 +466,7 @@ class DecodeAttention(CudaAttention):
 
 
 class PiecewiseAttention(CudaAttention):
-    """Slots, queries and results of a step lie where they always lie: what is between attentions can be recorded."""
+    """Slots, queries and results of a step lie where they always lie: what is between attentions can be captured."""
 
     def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int, max_rows: int) -> None:
         super().__init__(storage, block_size, num_heads=num_heads)
@@ -473,7 +477,7 @@ class PiecewiseAttention(CudaAttention):
         self._attended: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Takes the memory, which an engine that never records does not need."""
+        """Takes the memory, which an engine that never captures does not need."""
         keys = self.storage.keys[0]
         self._queries = torch.zeros(self._shape, dtype=keys.dtype, device=self.device)
         self._attended = torch.zeros_like(self._queries)
@@ -485,7 +489,7 @@ class PiecewiseAttention(CudaAttention):
         self._slots[: len(slots_T)].copy_(slots_T)
 
     def use_rows(self, num_rows: int) -> None:
-        """For a recording: the next stores cover that many rows."""
+        """Makes the next stores cover that many rows, for a capture."""
         slots_T = self._slots[:num_rows]
         self._layout = StepLayout(
             slots_T=slots_T, query_starts=slots_T, context_lens=slots_T, block_table=slots_T, tile_sets=()
@@ -511,7 +515,7 @@ class PiecewiseAttention(CudaAttention):
 def _tiles(
     chunks: np.ndarray, counts_C: np.ndarray, contexts_C: np.ndarray, num_queries: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([(chunk, first query)], keys of each): every query of these chunks once, the longest tiles first."""
+    """Lists ([(chunk, first query)], keys of each): every query of these chunks once, the longest tiles first."""
     tiles_C = -(-counts_C[chunks] // num_queries)
     chunk_of_tile = np.repeat(chunks, tiles_C)
     index = np.arange(len(chunk_of_tile)) - np.repeat(np.cumsum(tiles_C) - tiles_C, tiles_C)

@@ -18,6 +18,7 @@ import torch
 from penstock.attention.backend import AttentionRule
 from penstock.cache.storage import KvStorage
 from penstock.config import HOPPER
+from penstock.plan.waves import Waves
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -84,17 +85,26 @@ def obstacle(storage: KvStorage) -> str | None:
 class FlashInferReader:
     """Plans once per step and rule, then runs for every layer of that rule."""
 
-    def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int) -> None:
+    def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int, num_processors: int = 132) -> None:
         self.storage = storage
         self.block_size = block_size
         self.num_heads = num_heads
         self.num_kv_heads, self.head_size = storage.keys[0].shape[1:]
         self.device = storage.keys[0].device
+        self.waves: Waves | None = None  # None: heads of this size were not measured, and it reads every wide chunk
+        if self.head_size in TILE_TOKENS:
+            tile_tokens = TILE_TOKENS[self.head_size]
+            self.waves = Waves(tile_tokens=tile_tokens, num_heads=num_heads, tiles_at_once=num_processors)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrappers: dict[tuple[AttentionRule, int, str], Any] = {}
         self._chunks: WideChunks | None = None
         self._planned: dict[AttentionRule, Any] = {}
         self._turn = 0
+
+    def is_faster_for(self, counts: np.ndarray) -> bool:
+        """Tells whether chunks of so many tokens are its to read, and not our own kernels'."""
+        num_tokens = int(counts.sum())
+        return num_tokens > 0 and (self.waves is None or self.waves.are_filled_by(num_tokens))
 
     def begin_step(self, chunks: WideChunks | None) -> None:
         self._chunks = chunks

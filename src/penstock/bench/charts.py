@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.ledger import BenchRun
-from penstock.bench.plot import pyplot
 from penstock.bench.samples import ProbeResult
-from penstock.trace.summary import percentile
+from penstock.config import MB
+from penstock.simulate.plot import pyplot
+from penstock.trace.percentile import percentile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MB = 1e6
 COLORS = ("#1f6f8b", "#b3432b", "#5a8f29", "#7a5195")
 DASHES = ("-", "--", ":")
+
+Chart = Callable[[ProbeResult, str, Path], None]  # what was measured, what stands below its title, where it is drawn
 
 
 def draw(run: BenchRun, folder: Path) -> list[Path]:
@@ -44,32 +46,9 @@ def _subtitle(run: BenchRun, probe: str) -> str:
     return f"{work.get(probe, '')}{Path(run.settings.model).name}, {place}, {threads} threads"
 
 
-def memory_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
-    figure, axis = _figure()
-    _lines(axis, result, "peak_bytes", scale=1 / MB)
-    axis.set_title(f"Peak memory of the process against prompt length\n{subtitle}", fontsize=11)
-    axis.set_xlabel("prompt (tokens)")
-    axis.set_ylabel("peak resident memory (MB)")
-    _finish(
-        figure, axis, path, xticks=[m.x or 0 for m in result.series(result.variants("peak_bytes")[0], "peak_bytes")]
-    )
-
-
-def scaling_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
-    quantity = result.measures[0].quantity
-    figure, axis = _figure()
-    _lines(axis, result, quantity, scale=1.0)
-    verb, noun = ("read", "prompt") if quantity == "read_s" else ("write", "answer")
-    axis.set_title(f"Time to {verb} against the length of the {noun}\n{subtitle}", fontsize=11)
-    axis.set_xlabel(f"{noun} (tokens)")
-    axis.set_ylabel(f"time to {verb} it (s)")
-    _finish(figure, axis, path, xticks=[m.x or 0 for m in result.series(result.variants(quantity)[0], quantity)])
-
-
 def chunk_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     """Time and peak, one below the other, over the same sizes; the whole prompt stands at the end."""
-    plt = pyplot()
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 6.4), sharex=True, layout="constrained")
+    figure, (above, below) = pyplot().subplots(2, 1, figsize=(7.2, 6.4), sharex=True, layout="constrained")
     variant = result.variants("read_s")[0]
     for axis, quantity, scale, label in (
         (above, "read_s", 1.0, "time to read (s)"),
@@ -96,15 +75,13 @@ def chunk_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
         below.set_xticks(places, [f"{m.x:,}" if m.x else "whole prompt" for m in measures])
     below.set_xlabel("chunk size (tokens)")
     above.set_title(f"One prompt, read in chunks of several sizes\n{subtitle}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def gaps_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     """The longest gap decides whether a stream stalls; half of the gaps are shorter than the median."""
-    plt = pyplot()
     variants = result.variants("gap_s")
-    figure, axis = plt.subplots(figsize=(7.2, 1.6 + 0.9 * len(variants)), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(7.2, 1.6 + 0.9 * len(variants)), layout="constrained")
     height = 0.25
     marks: tuple[tuple[str, float], ...] = (("median gap", 0.5), ("99 of 100 are shorter", 0.99), ("longest", 1.0))
     for row, (name, share) in enumerate(marks):
@@ -124,35 +101,55 @@ def gaps_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    _save(figure, path)
 
 
-def chat_chart(result: ProbeResult, subtitle: str, path: Path) -> None:
-    figure, axis = _figure()
-    _lines(axis, result, "ttft_s", scale=1.0)
-    axis.set_title(f"Time to first token in a conversation that grows\n{subtitle}", fontsize=11)
-    axis.set_xlabel("turn")
-    axis.set_ylabel("time to first token (s)")
-    turns = [m.x or 0 for m in result.series("prefix kept", "ttft_s")]
-    _finish(figure, axis, path, xticks=turns)
+def _lines(quantity: str, title: str, x_label: str, y_label: str, *, scale: float = 1.0) -> Chart:
+    """Draws one quantity against the axis of its probe."""
+
+    def draw_lines(result: ProbeResult, subtitle: str, path: Path) -> None:
+        figure, axis = pyplot().subplots(figsize=(7.2, 5.2), layout="constrained")
+        _plot(axis, result, quantity, scale)
+        axis.set_title(f"{title}\n{subtitle}", fontsize=11)
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(y_label)
+        axis.set_xlim(0, None)
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
+        xs = [measure.x or 0 for measure in result.series(result.variants(quantity)[0], quantity)]
+        ticks = _far_apart([0, *xs])
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axis.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+        _save(figure, path)
+
+    return draw_lines
 
 
-CHARTS: dict[str, Callable[[ProbeResult, str, Path], None]] = {
-    "memory": memory_chart,
-    "prompt-scaling": scaling_chart,
-    "output-scaling": scaling_chart,
+def _scaling(quantity: str, verb: str, noun: str) -> Chart:
+    title = f"Time to {verb} against the length of the {noun}"
+    return _lines(quantity, title, f"{noun} (tokens)", f"time to {verb} it (s)")
+
+
+CHARTS: dict[str, Chart] = {
+    "memory": _lines(
+        "peak_bytes",
+        "Peak memory of the process against prompt length",
+        "prompt (tokens)",
+        "peak resident memory (MB)",
+        scale=1 / MB,
+    ),
+    "prompt-scaling": _scaling("read_s", "read", "prompt"),
+    "output-scaling": _scaling("write_s", "write", "answer"),
     "chunk-sweep": chunk_chart,
     "concurrency": gaps_chart,
-    "chat-growth": chat_chart,
+    "chat-growth": _lines(
+        "ttft_s", "Time to first token in a conversation that grows", "turn", "time to first token (s)"
+    ),
 }
 
 
-def _figure() -> tuple[Any, Axes]:
-    return pyplot().subplots(figsize=(7.2, 5.2), layout="constrained")
-
-
-def _lines(axis: Axes, result: ProbeResult, quantity: str, *, scale: float) -> None:
+def _plot(axis: Axes, result: ProbeResult, quantity: str, scale: float) -> None:
     """Medians as lines, samples as dots. A library has one color, its ways to read have dashes of their own."""
     ways: dict[str, int] = {}
     for variant in result.variants(quantity):
@@ -168,20 +165,13 @@ def _lines(axis: Axes, result: ProbeResult, quantity: str, *, scale: float) -> N
             axis.plot([measure.x] * len(samples), samples, ".", color=color, markersize=5)
 
 
-def _finish(figure: Any, axis: Axes, path: Path, *, xticks: list[int]) -> None:
-    axis.set_xlim(0, None)
-    axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
-    ticks = _far_apart([0, *xticks])
-    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+def _save(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=130)
     pyplot().close(figure)
 
 
 def _far_apart(ticks: Sequence[int]) -> list[int]:
-    """From the largest down, those whose labels do not touch."""
+    """Keeps the ticks whose labels do not touch, from the largest down."""
     kept: list[int] = []
     for tick in sorted(set(ticks), reverse=True):
         if not kept or kept[-1] - tick >= max(ticks) / 10:

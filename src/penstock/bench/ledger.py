@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from penstock.bench.samples import ProbeResult
 from penstock.bench.workbench import BenchSettings, ProbeSizes
+from penstock.config import GIB
 from penstock.document import Document
 from penstock.errors import InvalidSetting
 from penstock.plan.machine import num_physical_cores, processor_name
@@ -33,7 +34,7 @@ class Fingerprint(Document):
         return cls(
             processor=processor_name(),
             num_cores=num_physical_cores(),
-            memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+            memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB),
             gpus=gpu_names(),
             system=f"{platform.system()} {platform.machine()}",
         )
@@ -57,7 +58,7 @@ class BenchRun(Document):
 
     @property
     def command(self) -> str:
-        """That measures the same."""
+        """Writes the command that measures the same."""
         chosen = self.settings.model_dump(exclude_defaults=True)
         flags = [f"--{name} {','.join(v) if isinstance(v, tuple) else v}" for name, v in chosen.items()]
         return " ".join(("penstock bench", self.suite, *flags))

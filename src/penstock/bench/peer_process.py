@@ -65,25 +65,12 @@ class Penstock(Adapter):
 
     def write_together(self, prompts: list[list[int]], num_tokens: int) -> float:
         """Seconds for `num_tokens` of each stream, after all prompts were read."""
-        from penstock.request import Token
+        from penstock.bench.workbench import EngineSubject
 
-        engine, begun = self._engine, set()
-        for prompt in prompts:
-            engine.submit(prompt, max_tokens=num_tokens + 256, ignore_eos=True)
-        while len(begun) < len(prompts):
-            begun |= {event.request_id for event in engine.step() if isinstance(event, Token)}
-        began, num_written = time.perf_counter(), 0
-        while num_written < num_tokens * len(prompts):
-            num_written += sum(isinstance(event, Token) for event in engine.step())
-        seconds = time.perf_counter() - began
-        for request_id in begun:
-            engine.abort(request_id)
-        while engine.scheduler.has_work:
-            engine.step()
-        return seconds
+        return EngineSubject(self._engine).write_together(prompts, num_tokens)[1]
 
     def losses(self, text: str, num_tokens: int) -> list[float]:
-        """Of each token of a text, given those before it, in nats. Chunks are so small that codes stay codes."""
+        """Tells the loss of each token of a text in nats. Chunks are so small that codes stay codes."""
         tokens = self._engine.tokenizer.encode(text, add_special_tokens=True)[:num_tokens]
         found = self._engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=32).prompt_logprobs
         return [-entry.logprob for entry in found or () if entry is not None]
@@ -187,17 +174,12 @@ class LlamaCpp(Adapter):
 def convert_for_transformers(source: str, dtype: str, target: str) -> None:
     """A GGUF file as a folder of safetensors: what the library loads fastest, and without a package of its own."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
+    from penstock.foreign.pretrained import causal_class, load_causal
     from penstock.models.files import resolve
-    from penstock.models.weights import open_weights
 
     files = resolve(source)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**files.config), dtype=getattr(torch, dtype))
-    weights = open_weights(files)
-    for name, parameter in model.named_parameters():
-        weights.copy_into(parameter.data, name)
-    model.save_pretrained(target)
+    load_causal(files, *causal_class(files), getattr(torch, dtype), torch.device("cpu")).save_pretrained(target)
 
 
 def convert_for_llama_cpp(source: str, weights: str, target: str) -> None:
@@ -259,7 +241,7 @@ def _forget_peak() -> None:
 
 
 def _peak_bytes() -> int:
-    """Of the process, or of the GPU where it uses one."""
+    """Tells the peak memory of the process, or of the GPU where it uses one."""
     return sys.modules["torch"].cuda.max_memory_allocated() if _uses_gpu() else _status_bytes("VmHWM")
 
 

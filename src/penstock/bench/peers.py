@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from penstock.config import cache_folder
 from penstock.document import Document
 from penstock.errors import InvalidSetting, PenstockError
 from penstock.models.files import ModelFiles, resolve
 from penstock.plan.machine import num_physical_cores
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-PYTHON_VARIABLE = "PENSTOCK_PEER_PYTHON"  # of --llama-python: an interpreter that has llama_cpp
 PROCESS = Path(__file__).with_name("peer_process.py")
 TRANSFORMERS_CHUNK = 512
 AS_STORED = "as stored"
+Answer = TypeVar("Answer")
 
 
 class Loaded(Document):
@@ -34,17 +33,13 @@ class Loaded(Document):
     loaded_bytes: int  # resident when the model is ready
 
 
-class Reading(Document):
+class PeerReading(Document):
     """One prompt read and an answer written. The first token counts as read, the others as written."""
 
     read_s: float
     write_s: float
     peak_bytes: int  # resident or, where a GPU is used, allocated on it, since the reading began
     token_ids: tuple[int, ...]
-
-    @property
-    def written_tokens_per_s(self) -> float:
-        return (len(self.token_ids) - 1) / self.write_s if self.write_s > 0 else 0.0
 
 
 class ReaderSettings(Document):
@@ -61,13 +56,7 @@ class ReaderSettings(Document):
     chunk_size: int | None = None
     device: str | None = None
     lane: str | None = None
-
-
-class Ask(Document):
-    """A method of the adapter, by name."""
-
-    do: str
-    arguments: dict[str, Any]
+    python: str | None = None  # the interpreter that has the reader's library; None: this one
 
 
 class PeerFailed(PenstockError):
@@ -81,40 +70,40 @@ class Reader:
         self.settings = settings
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open for as long as the process
         self._process = subprocess.Popen(
-            [interpreter(settings.reader), "-P", str(PROCESS)],
+            [settings.python or sys.executable, "-P", str(PROCESS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
             env=_own_environment(),
         )
-        self.loaded = Loaded.model_validate_json(self._answer(settings))
+        self.loaded = self._answer(Loaded, settings.model_dump())
 
-    def read(self, prompt: Sequence[int], num_tokens: int = 1, **options: Any) -> Reading:
+    def read(self, prompt: Sequence[int], num_tokens: int = 1, **options: Any) -> PeerReading:
         """`options` are Penstock's own, of one request."""
-        answer = self._ask("read", prompt=prompt, num_tokens=num_tokens, **options)
-        return Reading.model_validate_json(answer)
+        return self._ask(PeerReading, "read", prompt=prompt, num_tokens=num_tokens, **options)
 
     def write_together(self, prompts: list[list[int]], num_tokens: int) -> float:
-        return TypeAdapter(float).validate_json(self._ask("write_together", prompts=prompts, num_tokens=num_tokens))
+        return self._ask(float, "write_together", prompts=prompts, num_tokens=num_tokens)
 
     def losses(self, text: str, num_tokens: int) -> list[float]:
-        return TypeAdapter(list[float]).validate_json(self._ask("losses", text=text, num_tokens=num_tokens))
+        return self._ask(list[float], "losses", text=text, num_tokens=num_tokens)
 
-    def _ask(self, do: str, **arguments: Any) -> str:
-        return self._answer(Ask(do=do, arguments=arguments))
+    def _ask(self, kind: type[Answer], do: str, **arguments: Any) -> Answer:
+        """`do`: a method of the adapter."""
+        return self._answer(kind, {"do": do, "arguments": arguments})
 
-    def _answer(self, question: Document) -> str:
+    def _answer(self, kind: type[Answer], question: dict[str, Any]) -> Answer:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
-            stdin.write(question.model_dump_json() + "\n")
+            stdin.write(json.dumps(question) + "\n")
             stdin.flush()
         except BrokenPipeError:
             raise self._failed() from None
         if answer := stdout.readline():
-            return answer
+            return TypeAdapter(kind).validate_json(answer)
         raise self._failed()
 
     def _failed(self) -> PeerFailed:
@@ -132,19 +121,13 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
 def _own_environment() -> dict[str, str]:
     """How threads wait is each library's own: what suits ours halves the speed at which llama.cpp writes."""
     return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-
-
-def interpreter(reader: str) -> str:
-    return os.environ.get(PYTHON_VARIABLE) or sys.executable if reader == "llama.cpp" else sys.executable
 
 
 def peer_settings(
@@ -157,6 +140,7 @@ def peer_settings(
     dtypes: Sequence[str] = ("bfloat16",),
     chunk_sizes: Sequence[int] = (TRANSFORMERS_CHUNK, 0),
     formats: Sequence[str] = ("bfloat16", AS_STORED),
+    llama_python: str | None = None,
 ) -> list[ReaderSettings]:
     """Each peer's ways: transformers in `dtypes`, in chunks and whole; llama.cpp in `formats` of a GGUF file."""
     files = resolve(model)
@@ -183,7 +167,10 @@ def peer_settings(
             ReaderSettings(
                 name=f"llama.cpp {weights}",
                 reader="llama.cpp",
-                files=str(files.gguf if weights == AS_STORED else converted("llama.cpp", files, weights)),
+                files=str(
+                    files.gguf.path if weights == AS_STORED else converted("llama.cpp", files, weights, llama_python)
+                ),
+                python=llama_python,
                 **shared,
             )
             for weights in formats
@@ -191,17 +178,17 @@ def peer_settings(
     return settings
 
 
-def converted(reader: str, files: ModelFiles, weights: str) -> Path:
+def converted(reader: str, files: ModelFiles, weights: str, python: str | None = None) -> Path:
     """A GGUF file as the peer reads it best; made once, in the cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    target = Path(base) / "penstock" / "peers" / f"{files.identity[:16]}-{reader}-{weights}"
+    target = cache_folder("peers") / f"{files.identity[:16]}-{reader}-{weights}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = f"{target}.unfinished"
-        command = [interpreter(reader), "-P", str(PROCESS), reader, str(files.gguf), weights, unfinished]
+        (stored,) = files.weight_files
+        command = [python or sys.executable, "-P", str(PROCESS), reader, str(stored), weights, unfinished]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
             reason = (finished.stderr.strip().splitlines() or ["no reason was given"])[-1]
-            raise PeerFailed(f"{files.gguf} could not be converted for {reader}: {reason}")
+            raise PeerFailed(f"{stored} could not be converted for {reader}: {reason}")
         Path(unfinished).rename(target)
     return target

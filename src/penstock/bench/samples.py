@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import median
 from typing import Literal
 
@@ -40,9 +39,6 @@ class Measure(Document):
         """How far the median lies above the smallest sample, as a share of it. What interferes only ever adds."""
         return self.median / min(self.samples) - 1 if min(self.samples) > 0 else float("inf")
 
-    def with_samples(self, samples: Iterable[float]) -> Measure:
-        return self.model_copy(update={"samples": (*self.samples, *samples)})
-
 
 class ProbeResult(Document):
     name: str
@@ -56,7 +52,7 @@ class ProbeResult(Document):
         return next(measure for measure in self.measures if measure.key == (variant, quantity, x))
 
     def series(self, variant: str, quantity: str) -> list[Measure]:
-        """Along the axis."""
+        """Lists the measures of one quantity along the axis."""
         found = [m for m in self.measures if (m.variant, m.quantity) == (variant, quantity)]
         return sorted(found, key=lambda measure: measure.x or 0)
 
@@ -64,38 +60,11 @@ class ProbeResult(Document):
         return list(dict.fromkeys(m.variant for m in self.measures if m.quantity == quantity))
 
     def merged(self, other: ProbeResult) -> ProbeResult:
-        """Both measurements of the same probe as one."""
+        """Joins two measurements of the same probe."""
         found = {measure.key: measure.samples for measure in other.measures}
-        return self.model_copy(
-            update={
-                "seconds": self.seconds + other.seconds,
-                "yardstick_s": (*self.yardstick_s, *other.yardstick_s),
-                "measures": tuple(measure.with_samples(found.get(measure.key, ())) for measure in self.measures),
-            }
+        measures = tuple(
+            measure.model_copy(update={"samples": measure.samples + found.get(measure.key, ())})
+            for measure in self.measures
         )
-
-
-class Samples:
-    """Samples as they come in, in whatever order the variants are interleaved."""
-
-    def __init__(self) -> None:
-        self._samples: dict[tuple[str, str, int | None], list[float]] = {}
-        self._only_drawn: set[str] = set()
-
-    def note(self, variant: str, quantity: str, value: float, x: int | None = None) -> None:
-        self._samples.setdefault((variant, quantity, x), []).append(value)
-
-    def only_draw(self, quantity: str) -> None:
-        self._only_drawn.add(quantity)
-
-    def measures(self) -> tuple[Measure, ...]:
-        return tuple(
-            Measure(
-                variant=variant,
-                quantity=quantity,
-                x=x,
-                samples=tuple(samples),
-                is_compared=quantity not in self._only_drawn,
-            )
-            for (variant, quantity, x), samples in self._samples.items()
-        )
+        seconds, yardstick_s = self.seconds + other.seconds, self.yardstick_s + other.yardstick_s
+        return self.model_copy(update={"seconds": seconds, "yardstick_s": yardstick_s, "measures": measures})

@@ -11,31 +11,13 @@ from penstock.bench.changes import BenchReport, compare, confirm
 from penstock.bench.ledger import BenchRun, Fingerprint, gpu_names
 from penstock.bench.probes import PROBES
 from penstock.bench.samples import ProbeResult
-from penstock.bench.versions import versions
 from penstock.bench.workbench import ProbeSizes, Workbench
 from penstock.models.files import resolve
+from penstock.trace.environment import versions
 
-QUICK = ProbeSizes(
-    repeats=5,
-    least_seconds=3.0,
-    ttft_tokens=128,
-    prompt_lengths=(128, 512, 1024),
-    output_lengths=(8, 32),
-    sweep_tokens=768,
-    chunk_sizes=(0, 64, 256),
-    memory_lengths=(512, 2048),
-    num_streams=3,
-    beside_tokens=1280,
-    latency_target_ms=150,
-    num_turns=20,
-    turn_tokens=16,
-    answer_tokens=1,
-    reopen_tokens=1024,
-)
+QUICK = ProbeSizes(least_seconds=3.0)
 FULL = ProbeSizes(
-    repeats=5,
     least_seconds=3.0,
-    ttft_tokens=128,
     prompt_lengths=(128, 512, 2048, 8192, 16384),
     output_lengths=(16, 64, 256),
     sweep_tokens=8192,
@@ -43,8 +25,6 @@ FULL = ProbeSizes(
     memory_lengths=(1024, 2048, 4096, 8192, 16384),
     num_streams=8,
     beside_tokens=6144,
-    latency_target_ms=150,
-    num_turns=20,
     turn_tokens=100,
     answer_tokens=16,
     reopen_tokens=4096,
@@ -60,11 +40,6 @@ FULL_ON_GPU = FULL.model_copy(
         "reopen_tokens": 32768,
     }
 )
-
-
-def suite_names() -> list[str]:
-    """`quick` and `full` run every probe; each probe is a suite of its own, in full size."""
-    return ["quick", "full", *PROBES]
 
 
 def run_suite(

@@ -1,17 +1,20 @@
-"""`Workbench`: what probes work with: one engine, seeded prompts, readers in fresh processes, and a yardstick."""
+"""`Workbench`: what measurements work with: one engine, seeded prompts, readers in fresh processes, and a yardstick."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 from penstock.bench.peers import Reader, ReaderSettings, peer_settings
-from penstock.bench.prompts import seeded_prompt
 from penstock.config import DEFAULT_MODEL
 from penstock.document import Document
+from penstock.models.files import resolve
+from penstock.prompt.random_tokens import random_tokens
+from penstock.request import PrefillProgress, Token
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from penstock.request import Output
 
 OWN = "penstock"
+OF_ENGINE = {"model", "dtype", "threads", "device", "lane"}  # settings of a measurement that an engine is loaded with
+NUM_WARMING = 48  # tokens that a reader reads before it is measured
 YARDSTICK_NUMBERS = 60_000  # written out in some ten milliseconds
 
 
@@ -34,23 +39,23 @@ class BenchSettings(Document):
 
 
 class ProbeSizes(Document):
-    """How large the probes are. A chunk size of 0 reads the prompt whole."""
+    """How large the probes are, small unless said. A chunk size of 0 reads the prompt whole."""
 
-    repeats: int
+    repeats: int = 5
     least_seconds: float = 0.0  # of a probe: short ones go through more rounds
-    ttft_tokens: int
-    prompt_lengths: tuple[int, ...]
-    output_lengths: tuple[int, ...]
-    sweep_tokens: int
-    chunk_sizes: tuple[int, ...]
-    memory_lengths: tuple[int, ...]
-    num_streams: int
-    beside_tokens: int
-    latency_target_ms: float
-    num_turns: int
-    turn_tokens: int
-    answer_tokens: int
-    reopen_tokens: int
+    ttft_tokens: int = 128
+    prompt_lengths: tuple[int, ...] = (128, 512, 1024)
+    output_lengths: tuple[int, ...] = (8, 32)
+    sweep_tokens: int = 768
+    chunk_sizes: tuple[int, ...] = (0, 64, 256)
+    memory_lengths: tuple[int, ...] = (512, 2048)
+    num_streams: int = 3
+    beside_tokens: int = 1280
+    latency_target_ms: float = 150
+    num_turns: int = 20
+    turn_tokens: int = 16
+    answer_tokens: int = 1
+    reopen_tokens: int = 1024
 
     @property
     def context(self) -> int:
@@ -60,13 +65,90 @@ class ProbeSizes(Document):
         return max(prompts) + max(self.output_lengths) + 1024
 
 
-class Workbench:
-    """`trace`: where the steps of its engine are written."""
+@cache
+def vocabulary_size(model: str) -> int:
+    config = resolve(model, weights=False).config
+    return int((config.get("text_config") or config)["vocab_size"])
 
-    def __init__(self, settings: BenchSettings, sizes: ProbeSizes, *, trace: Path | None = None) -> None:
+
+def seeded_prompt(model: str, length: int, *key: object) -> list[int]:
+    """Draws tokens: equal keys give equal prompts; others share no prefix."""
+    return random_tokens(length, f"{length} {key}", end=vocabulary_size(model))
+
+
+class EngineSubject:
+    """Our engine, as the fixed work sees any engine; how much of each prompt was read as well."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_read: dict[int, int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def submit(self, prompt: Sequence[int], num_tokens: int) -> int:
+        return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True)
+
+    def step(self) -> list[int]:
+        events = self.engine.step()
+        self.num_read |= {
+            event.request_id: event.num_computed for event in events if isinstance(event, PrefillProgress)
+        }
+        return [event.request_id for event in events if isinstance(event, Token)]
+
+    def run(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> None:
+        for prompt, count in zip(prompts, num_tokens, strict=True):
+            self.submit(prompt, count)
+        while self.engine.has_work:
+            self.engine.step()
+
+    def write_together(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, spare: int = 256, until: float = math.inf
+    ) -> tuple[int, float]:
+        """Writes so many tokens of each answer once all have begun; (tokens, seconds), of two steps at least.
+
+        `spare`: what those that begin first may write before the last has begun. `until`: by the clock.
+        """
+        ids = [self.submit(prompt, num_tokens + spare) for prompt in prompts]
+        begun: set[int] = set()
+        while not begun.issuperset(ids):
+            begun.update(self.step())
+        began, num_steps, num_written = time.perf_counter(), 0, 0
+        most = num_tokens * len(ids)
+        while num_written < most and self.has_work and (num_steps < 2 or time.perf_counter() < until):
+            num_written += len(self.step())
+            num_steps += 1
+        elapsed_s = time.perf_counter() - began
+        self.abort(ids)
+        return num_written, elapsed_s
+
+    def abort(self, ids: Sequence[int]) -> None:
+        for request_id in ids:
+            self.engine.abort(request_id)
+        while self.engine.has_work:
+            self.engine.step()
+
+
+class Workbench:
+    """`trace`: where the steps of its engine are written. `llama_python`: an interpreter that has llama_cpp.
+
+    `loading`: settings of its engine beyond those of the measurement.
+    """
+
+    def __init__(
+        self,
+        settings: BenchSettings,
+        sizes: ProbeSizes,
+        *,
+        trace: Path | None = None,
+        llama_python: str | None = None,
+        **loading: Any,
+    ) -> None:
         self.settings = settings
         self.sizes = sizes
-        self._trace = trace
+        self._loading = {"context": sizes.context, "trace": trace, **loading}
+        self._llama_python = llama_python
         self._stack = ExitStack()
 
     def __enter__(self) -> Workbench:
@@ -80,16 +162,7 @@ class Workbench:
         """Loaded when a probe first needs it, warm, and shared by all that measure times."""
         from penstock.engine.engine import Engine
 
-        settings = self.settings
-        engine = Engine.load(
-            settings.model,
-            context=self.sizes.context,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            device=settings.device,
-            lane=settings.lane,
-            trace=self._trace,
-        )
+        engine = Engine.load(**self.settings.model_dump(include=OF_ENGINE), **self._loading)
         self._stack.enter_context(engine)
         engine.generate(self.prompt(64, "warm"), max_tokens=4, ignore_eos=True)
         return engine
@@ -102,11 +175,7 @@ class Workbench:
         return self.engine.generate(prompt, max_tokens=num_tokens, ignore_eos=True, chunk_size=chunk_size)
 
     def forget_prefixes(self) -> None:
-        engine = self.engine
-        if engine.scheduler.prefix is not None:
-            engine.scheduler.prefix.clear()
-        if engine.states is not None:
-            engine.states.clear()
+        self.engine.forget_prefixes()
 
     def yardstick(self) -> float:
         """Seconds of fixed work, so that a machine that others slow down is told from code that became slow.
@@ -117,33 +186,21 @@ class Workbench:
         _ = {number: str(number) for number in range(YARDSTICK_NUMBERS)}
         return time.perf_counter() - started
 
-    def own_reader(self, name: str, *, context: int, chunk_size: int | None) -> ReaderSettings:
-        settings = self.settings
-        return ReaderSettings(
-            name=name,
-            model=settings.model,
-            context=context,
-            chunk_size=chunk_size,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            device=settings.device,
-            lane=settings.lane,
-        )
+    def own_reader(self, name: str, **others: Any) -> ReaderSettings:
+        """Says how a fresh process loads what the engine here loads, but for what is named."""
+        return ReaderSettings(name=name, **(self.settings.model_dump(include=OF_ENGINE) | others))
 
-    def peer_readers(self, context: int) -> list[ReaderSettings]:
-        settings = self.settings
-        dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
-        return peer_settings(
-            settings.peers,
-            settings.model,
-            context=context,
-            threads=settings.threads,
-            device=settings.device,
-            dtypes=(dtype,),
-        )
+    def peer_readers(self, context: int, **ways: Any) -> list[ReaderSettings]:
+        """Lists every way of every peer; `ways`: others than those that are measured beside one data type."""
+        usual: dict[str, Any] = self.settings.model_dump(include={"peers", "model", "threads", "device"})
+        usual["dtypes"] = ("bfloat16" if self.settings.dtype == "auto" else self.settings.dtype,)
+        return peer_settings(**(usual | ways), context=context, llama_python=self._llama_python)
 
     @contextmanager
-    def peers(self, context: int) -> Generator[list[Reader]]:
-        """Every way of every peer, loaded and waiting."""
+    def warm(self, settings: Iterable[ReaderSettings]) -> Generator[list[Reader]]:
+        """Loads readers that wait beside each other; each has read and written a little before it is measured."""
         with ExitStack() as stack:
-            yield [stack.enter_context(Reader(settings)) for settings in self.peer_readers(context)]
+            readers = [stack.enter_context(Reader(one)) for one in settings]
+            for reader in readers:
+                reader.read(seeded_prompt(reader.settings.model, NUM_WARMING, "warm"), 4)
+            yield readers

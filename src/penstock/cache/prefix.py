@@ -10,7 +10,7 @@ from penstock.cache.blocks import BlockPool
 
 
 def root_hash(model_identity: str, rotary: str) -> bytes:
-    """Where chains begin: what makes equal tokens give different keys and values."""
+    """Makes the hash that chains begin with, from what makes equal tokens give different keys and values."""
     return hashlib.blake2b(f"{model_identity}\0{rotary}".encode(), digest_size=16).digest()
 
 
@@ -23,7 +23,6 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         pool.on_evict = self._forget
-        self.num_hit_tokens = 0
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_by_block: dict[int, bytes] = {}
 

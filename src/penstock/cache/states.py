@@ -24,12 +24,12 @@ class StatePool:
         self._num_promised = 0  # slots handed out for checkpoints that are not saved yet
 
     def acquire(self) -> int:
-        """For a running sequence."""
+        """Takes a slot for a running sequence."""
         assert self._free or self._evict(), "more sequences run than there are slots for"
         return self._take()
 
     def acquire_checkpoint(self) -> int | None:
-        """For a state that is about to be saved; None when every checkpoint is pinned."""
+        """Takes a slot for a state that is about to be saved; None when every checkpoint is pinned."""
         if len(self._slot_by_hash) + self._num_promised >= self.num_checkpoints and not self._evict():
             return None
         self._num_promised += 1

@@ -1,76 +1,110 @@
-"""The flags that several commands have, each described once."""
+"""The flags that several commands have and that are no settings, each described once."""
 
 from __future__ import annotations
 
 import os
+import select
+import stat
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.errors import InvalidSetting
+from penstock.errors import InvalidMedia, InvalidSetting
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.prompt.source import TextPart
+
+INPUT_WAIT_S = 5  # for the first byte of a pipe that no flag names
 PEERS = ("transformers", "llama.cpp")
-PEER_PYTHON = "PENSTOCK_PEER_PYTHON"
+
+
+def _require_trace(path: Path | None) -> Path | None:
+    """Refuses a file that cannot be written before a model is loaded, not after it has run."""
+    if path is None:
+        return None
+    from penstock.trace.document import require_writable
+
+    return require_writable(path)
+
+
+def _require_images(names: list[str] | None) -> list[str] | None:
+    if missing := next((name for name in names or () if not Path(name).is_file()), None):
+        raise InvalidMedia(f"The image {missing} does not exist.")
+    return names
+
 
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file or a hub id.", metavar="MODEL")]
-ChunkSize = Annotated[
-    str | None, typer.Option(help="Prompt tokens per chunk: a number, auto, or 0 to read prompts whole.")
-]
-Overlap = Annotated[int | None, typer.Option(help="Tokens of the previous chunk to compute again.")]
-Memory = Annotated[str | None, typer.Option(help="Byte budget, such as 6GiB: of the whole process, or of a GPU.")]
-Context = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; past the model's own: a warning.")]
-LaneId = Annotated[str | None, typer.Option("--lane", help="Force a lane by its id.")]
-Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Refuse instead of adjusting.")]
-Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu; auto takes an NVIDIA GPU where there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
-Quantize = Annotated[
-    str | None, typer.Option(help="Weights in few bits: auto, keep (as the GGUF has them), int8, int4 or none.")
-]
-Threads = Annotated[int | None, typer.Option(help="Processor threads; the physical cores unless given.")]
 TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write every step and request to this file; `penstock trace` reads it.")
+    Path | None,
+    typer.Option(
+        "--trace", callback=_require_trace, help="Write every step and request to this file; `penstock trace` reads it."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Choose among this many most likely tokens.")]
-TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together reach this share.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: what was read or written becomes less likely.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Taken off for each time a token was written.")]
-PresencePenalty = Annotated[float, typer.Option(help="Taken off once a token was written.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
-Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities with this many alternatives, in --json.")]
 Images = Annotated[
-    list[str] | None, typer.Option("--image", help="A picture, for a model that reads them; may be repeated.")
+    list[str] | None,
+    typer.Option("--image", callback=_require_images, help="A picture, for a model that reads them; may be repeated."),
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
 Peers = Annotated[str, typer.Option(help="Measured beside: transformers, llama.cpp, or both with a comma between.")]
 LlamaPython = Annotated[
-    str | None, typer.Option(help="A Python that has llama-cpp-python; this one unless given.", envvar=PEER_PYTHON)
+    str | None,
+    typer.Option(help="A Python that has llama-cpp-python; this one unless given.", envvar="PENSTOCK_PEER_PYTHON"),
 ]
 
 
+def opened(files: list[str] | None, text: str | None = None) -> list[TextPart]:
+    """Makes a part of every file, and of the text behind them; a file that cannot be read is refused."""
+    from penstock.prompt.source import TextPart
+
+    names = files or []
+    if names.count("-") > 1:
+        raise InvalidSetting("Standard input was named twice (-f -); it can be read once.")
+    parts = [
+        TextPart(stream=sys.stdin.buffer, name="standard input") if name == "-" else TextPart.of_file(Path(name))
+        for name in names
+    ]
+    return parts if text is None else [*parts, TextPart.of_text(text)]
+
+
+def piped_input(console: Console, *, is_wanted: bool) -> list[TextPart]:
+    """Opens standard input where it is a pipe or a file with something to read, and says so; else there is no part.
+
+    `is_wanted`: no file was named. A pipe that is neither written to nor closed, as some programs are started with,
+    is waited for only so long.
+    """
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # there is none, or it was closed
+        return []
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return []
+    is_silent = not select.select([sys.stdin], [], [], INPUT_WAIT_S if is_wanted else 0)[0]
+    if not is_silent and not sys.stdin.buffer.peek(1):  # ty: ignore[missing-union-attribute]
+        return []
+    if is_wanted and is_silent:
+        told = f"Standard input gave nothing for {INPUT_WAIT_S} s and is not read; -f - waits for it."
+    elif is_wanted:
+        told = "Reading standard input, as with -f -."
+    else:
+        told = "" if is_silent else "Standard input is not read beside files; -f - adds it."
+    if told:
+        console.print(told, style="dim", soft_wrap=True)
+    return opened(["-"]) if is_wanted and not is_silent else []
+
+
 def chosen(flag: str, names: list[str] | None, known: tuple[str, ...]) -> list[str]:
-    """All of them unless some are named."""
+    """Takes all of them unless some are named."""
     for name in names or []:
         if name not in known:
             raise InvalidSetting(f"{flag} is {name!r}; it must be one of {', '.join(known)}.")
     return list(dict.fromkeys(names or known))
 
 
-def chosen_peers(peers: str, llama_python: str | None) -> tuple[str, ...]:
-    if llama_python is not None:
-        os.environ[PEER_PYTHON] = llama_python
+def chosen_peers(peers: str) -> tuple[str, ...]:
     names = [name.strip() for name in peers.split(",") if name.strip()]
     return tuple(chosen("--peers", names, PEERS)) if names else ()
-
-
-def require_trace(path: Path | None) -> Path | None:
-    if path is None:
-        return None
-    from penstock.trace.document import require_writable
-
-    return require_writable(path)

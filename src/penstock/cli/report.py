@@ -5,23 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.document import Document
-from penstock.trace.document import Lane
+from penstock.plan.memory import over_budget
+from penstock.trace.document import TraceLane
 
 if TYPE_CHECKING:
     from penstock.engine.planning import ModelPlan
     from penstock.lanes.lane import LaneFacts
     from penstock.plan.prompt_plan import PromptPlan
-    from penstock.request import Output, TokenLogprob
+    from penstock.request import Output
 
 
 class RunPlan(Document):
     chunk_size: int  # the largest chunk of the plan
     num_chunks: int  # that the plan has for this prompt
     peak_bytes: int  # that the plan predicts
-    adjustments: list[str]  # what had to be changed, or was done whole instead of streamed
+    adjustments: list[str]  # what had to be changed, or was done whole instead of streamed; and a peak above --memory
 
 
-class Chunk(Document):
+class ReportedChunk(Document):
     start: int  # its first token; of a source that an encoder reads, positions count work
     end: int  # the token after its last
     ms: float  # of the whole step
@@ -37,18 +38,14 @@ class Logprob(Document):
     logprob: float  # of the model itself, before penalties and temperature
     alternatives: list[tuple[int, float]]  # pairs of token and log-probability
 
-    @classmethod
-    def of(cls, logprob: TokenLogprob) -> Logprob:
-        return cls(token_id=logprob.token_id, logprob=logprob.logprob, alternatives=list(logprob.alternatives))
-
 
 class RunReport(Document):
     model: str  # as it was named
-    lane: Lane  # the facts of the lane
+    lane: TraceLane  # the facts of the lane
     plan: RunPlan  # what was expected
     prompt_tokens: int  # after an interruption: those that were taken from the input
     cached_tokens: int  # of the prompt, from the prefix cache; a new process has none
-    chunks: list[Chunk]  # every chunk that was computed for the prompt
+    chunks: list[ReportedChunk]  # every chunk that was computed for the prompt
     token_ids: list[int]  # the answer, with the end token if there was one
     text: str  # the answer
     finish_reason: str  # stop (an end token or a stop string), length (--max-tokens or the context) or abort
@@ -59,27 +56,25 @@ class RunReport(Document):
     logprobs: list[Logprob] | None = None  # only where --logprobs was given
 
     @classmethod
-    def of(cls, model: str, facts: LaneFacts, plan: PromptPlan, adjustments: list[str], output: Output) -> RunReport:
-        return cls(
+    def of(
+        cls, model: str, facts: LaneFacts, plan: PromptPlan, output: Output, *, memory: int | None = None
+    ) -> RunReport:
+        """Makes the report of a run; `memory`: the budget that was given, if any."""
+        over = over_budget(output.peak_bytes, memory)
+        adjustments = [*plan.adjustments, *([over] if over else [])]
+        return cls.from_fields_of(
+            output,
             model=model,
-            lane=Lane.of(facts.after_reading(output.num_prompt_chunks)),
-            plan=RunPlan(
-                chunk_size=plan.chunk_size,
-                num_chunks=plan.num_chunks,
-                peak_bytes=plan.peak_bytes,
-                adjustments=adjustments,
-            ),
+            lane=TraceLane.of(facts.after_reading(output.num_prompt_chunks)),
+            plan=RunPlan.from_fields_of(plan, adjustments=adjustments),
             prompt_tokens=output.num_prompt_tokens,
             cached_tokens=output.num_cached_tokens,
-            chunks=[Chunk(start=chunk.start, end=chunk.end, ms=round(chunk.ms, 3)) for chunk in output.chunks],
-            token_ids=list(output.token_ids),
-            text=output.text,
-            finish_reason=output.finish_reason,
+            chunks=[ReportedChunk(start=chunk.start, end=chunk.end, ms=round(chunk.ms, 3)) for chunk in output.chunks],
             ttft_ms=None if output.ttft_s is None else round(output.ttft_s * 1e3, 3),
             prefill_tokens_per_s=round(output.prefill_tokens_per_s, 2),
             decode_tokens_per_s=round(output.decode_tokens_per_s, 2),
             peak_bytes=PeakBytes(measured=output.peak_bytes, predicted=output.predicted_peak_bytes),
-            logprobs=None if output.logprobs is None else [Logprob.of(logprob) for logprob in output.logprobs],
+            logprobs=None if output.logprobs is None else [Logprob.from_fields_of(each) for each in output.logprobs],
         )
 
     def to_json(self) -> str:
@@ -88,7 +83,7 @@ class RunReport(Document):
 
 class PlanReport(Document):
     model: str  # as it was named
-    lane: Lane  # the facts of the lane
+    lane: TraceLane  # the facts of the lane
     prompt_tokens: int  # as given
     chunk_size: int  # the largest chunk
     num_chunks: int  # that the prompt is read in
@@ -105,22 +100,9 @@ class PlanReport(Document):
     @classmethod
     def of(cls, plan: ModelPlan) -> PlanReport:
         prompt = plan.prompt
-        return cls(
+        return cls.from_fields_of(
+            prompt,
             model=plan.model,
-            lane=Lane.of(plan.lane.after_reading(prompt.num_chunks)),
-            prompt_tokens=prompt.prompt_tokens,
-            chunk_size=prompt.chunk_size,
-            num_chunks=prompt.num_chunks,
-            runtime_bytes=prompt.runtime_bytes,
-            weight_bytes=prompt.weight_bytes,
-            kv_bytes=prompt.kv_bytes,
-            state_bytes=prompt.state_bytes,
+            lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
-            logits_bytes=prompt.logits_bytes,
-            peak_bytes=prompt.peak_bytes,
-            fits=prompt.fits,
-            adjustments=list(prompt.adjustments),
         )
-
-    def to_json(self) -> str:
-        return self.model_dump_json(indent=2)

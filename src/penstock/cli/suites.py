@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.flags import (
-    Device,
-    Dtype,
-    Json,
-    LaneId,
-    LlamaPython,
-    Peers,
-    Threads,
-    TraceFile,
-    chosen_peers,
-    require_trace,
-)
+from penstock.cli.flags import Json, LlamaPython, Peers, TraceFile, chosen_peers
+from penstock.cli.settings import given, with_settings
+from penstock.cli.terminal import report_console, table_of
 from penstock.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -27,13 +17,14 @@ if TYPE_CHECKING:
 
     from penstock.bench.changes import BenchReport
     from penstock.bench.samples import Measure, ProbeResult
-    from penstock.bench.workbench import BenchSettings
+    from penstock.bench.workbench import Workbench
 
 EXIT_WORSE = 1
 # The probes by name, so that `--help` need not import them. A test holds the two to each other.
 SUITES = {
     "quick": "Every probe, small: a few minutes on two cores.",
     "full": "Every probe at the sizes that the documentation shows: about half an hour on two cores.",
+    "start-up": "Wall time of `penstock --help` and `penstock plan`, a fresh process each time.",
     "cold-load": "From nothing to the first token, in a fresh process each time.",
     "memory": "Peak memory against prompt length, in chunks and whole, a fresh process for each.",
     "warm-ttft": "Time to first token of a short prompt on an engine that is ready.",
@@ -53,53 +44,40 @@ def add_suites(bench: typer.Typer) -> None:
 
 def _add(bench: typer.Typer, suite: str, description: str) -> None:
     @bench.command(suite, help=description)
+    @with_settings({"seed": ("dtype", "threads", "device", "lane")})
     def run(
         model: Annotated[str, typer.Option(help="smollm2, a folder, a .gguf file or a hub id.")] = DEFAULT_MODEL,
         peers: Peers = "",
         llama_python: LlamaPython = None,
         seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
-        dtype: Dtype = None,
-        threads: Threads = None,
-        device: Device = None,
-        lane: LaneId = None,
         ledger: Annotated[
             Path | None, typer.Option(help="Folder of the earlier runs; in the user's data folder unless given.")
         ] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw charts into this folder.")] = None,
         trace: TraceFile = None,
         json: Json = False,
+        **settings: Any,
     ) -> None:
-        from penstock.bench.workbench import BenchSettings
+        from penstock.bench.suites import sizes_of
+        from penstock.bench.workbench import BenchSettings, Workbench
 
-        settings = BenchSettings(
-            model=model,
-            peers=chosen_peers(peers, llama_python),
-            seed=seed,
-            dtype=dtype or "auto",
-            threads=threads,
-            device=device or "auto",
-            lane=lane,
-        )
-        raise typer.Exit(_run(suite, settings, folder=ledger, plot=plot, trace=require_trace(trace), as_json=json))
+        asked = BenchSettings(model=model, peers=chosen_peers(peers), seed=seed, **given(settings))
+        workbench = Workbench(asked, sizes_of(suite, asked.device), trace=trace, llama_python=llama_python)
+        raise typer.Exit(_run(suite, workbench, folder=ledger, plot=plot, as_json=json))
 
 
-def _run(
-    suite: str, settings: BenchSettings, *, folder: Path | None, plot: Path | None, trace: Path | None, as_json: bool
-) -> int:
-    from rich.console import Console
-
+def _run(suite: str, workbench: Workbench, *, folder: Path | None, plot: Path | None, as_json: bool) -> int:
     from penstock.bench.changes import BenchReport
     from penstock.bench.ledger import Ledger
-    from penstock.bench.suites import compare_twice, run_suite, sizes_of
-    from penstock.bench.workbench import Workbench
+    from penstock.bench.suites import compare_twice, run_suite
 
     if plot is not None:
-        from penstock.bench.plot import pyplot
+        from penstock.simulate.plot import pyplot
 
         pyplot()  # refuses before anything is measured
-    out = Console(highlight=False, stderr=as_json, width=None if sys.stdout.isatty() else 150)
+    out = report_console(stderr=as_json)
     ledger = Ledger(folder)
-    with Workbench(settings, sizes_of(suite, settings.device), trace=trace) as bench:
+    with workbench as bench:
         report = BenchReport(run=run_suite(suite, bench, on_probe=lambda result: _show(out, result)), comparison=None)
         if before := ledger.last_like(report.run):
             report = compare_twice(before, report.run, bench, on_probe=lambda result: _show(out, result))
@@ -116,13 +94,8 @@ def _run(
 
 
 def _show(out: Console, result: ProbeResult) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{result.name} ({result.seconds:.0f} s)", title_justify="left")
-    table.add_column("variant")
-    table.add_column("quantity")
-    for column in (result.axis or "", "median", "smallest", "largest", "samples"):
-        table.add_column(column, justify="right")
+    numbers = (result.axis or "", "median", "smallest", "largest", "samples")
+    table = table_of(f"{result.name} ({result.seconds:.0f} s)", ("variant", "quantity"), numbers)
     for measure in result.measures:
         samples = measure.samples
         table.add_row(

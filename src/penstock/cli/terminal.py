@@ -1,86 +1,125 @@
-"""What a person at a terminal sees and does: a progress bar, a question, Ctrl-C. No torch."""
+"""What a person at a terminal sees and does: progress and text, a table, a question, Ctrl-C. No torch."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from penstock.errors import PenstockError
 
-from penstock.request import PrefillProgress
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+    from rich.table import Table
 
-EXIT_OK, EXIT_INTERRUPTED = 0, 130
-MB = 1e6
+EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
 PIPE_COLUMNS = 200
 
 
-class Interrupt:
-    """The first Ctrl-C asks to stop at the next chunk; a second one ends the process at once."""
+class ShownAnswer:
+    """An answer on its way: a bar of what was read on stderr, then its text on stdout.
 
-    def __init__(self) -> None:
-        self.is_requested = False
+    The first Ctrl-C asks to stop at the next chunk; a second one ends the process at once.
+    """
 
-    @contextmanager
-    def watching(self) -> Generator[Interrupt]:
-        previous = signal.signal(signal.SIGINT, self._request)
-        try:
-            yield self
-        finally:
-            signal.signal(signal.SIGINT, previous)
+    def __init__(self, console: Console, *, shows_text: bool = True) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
 
-    def _request(self, number: int, frame: object) -> None:
-        if self.is_requested:
-            raise KeyboardInterrupt
-        self.is_requested = True
+        columns = TextColumn("reading"), BarColumn(bar_width=None), TextColumn("{task.description}")
+        self._bar = Progress(*columns, console=console, expand=True, transient=True)
+        self._task: TaskID | None = None
+        self._shows_text = shows_text
+        self.is_interrupted = False
+        self.text = ""
 
+    def __enter__(self) -> ShownAnswer:
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
 
-class ReadingBar:
-    """Tokens done, tokens/s, ETA, memory now and predicted peak; on stderr."""
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        self._close_bar()
+        signal.signal(signal.SIGINT, self._before)
+        if self._shows_text and kind is None:
+            print(flush=True)
 
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("reading"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[done]}"),
-            TextColumn("{task.fields[speed]}"),
-            TextColumn("{task.fields[memory]}"),
-            console=console,
-            expand=True,
-            transient=True,
-        )
-        self._task: Any = None
-
-    def update(self, event: PrefillProgress) -> None:
-        about = "" if event.num_total is not None else "~"
-        self.show(
-            total=event.num_total_estimate,
-            completed=event.num_computed,
-            done=f"{event.num_computed:,}/{about}{event.num_total_estimate:,} tokens",
-            speed=f"{event.tokens_per_s:,.0f} tok/s, {duration(event.eta_s)} left",
-            memory=f"{event.memory_bytes / MB:,.0f} MB of {event.predicted_peak_bytes / MB:,.0f}",
-        )
-
-    def show(self, *, total: int, completed: int, done: str, speed: str, memory: str) -> None:
+    def read(self, num_tokens: int, num_total: int, told: str) -> None:
+        """Shows how much was read, by the bar and in words."""
         if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task("reading", done="", speed="", memory="", total=None)
-        self._progress.update(
-            self._task, total=total, completed=completed, refresh=True, done=done, speed=speed, memory=memory
-        )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None)
+        self._bar.update(self._task, total=num_total, completed=num_tokens, description=told, refresh=True)
 
-    def close(self) -> None:
+    def write(self, text: str) -> None:
+        self._close_bar()
+        self.text += text
+        if self._shows_text and text:
+            print(text, end="", flush=True)
+
+    def _close_bar(self) -> None:
         if self._task is not None:
-            self._progress.stop()
+            self._bar.stop()
             self._task = None
 
+    def _interrupt(self, number: int, frame: object) -> None:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        self.is_interrupted = True
 
-def report_console() -> Console:
-    """For tables and findings: in a file or a pipe no number is cut to the width of a terminal that is not there."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+def progress_console() -> Console:
+    """Makes the console of progress and remarks, on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def report_console(*, stderr: bool = False) -> Console:
+    """Makes the console of tables and findings: in a file or a pipe no number is cut to a width that is not there."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def table_of(title: str | None, names: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Makes an empty table: columns of names at the left, of numbers at the right."""
+    from rich.table import Table
+
+    table = Table(*names, title=title, title_justify="left")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def converse(
+    console: Console,
+    answer: Callable[[list[dict[str, Any]]], str],
+    *,
+    who: str,
+    system: str | None,
+    document: str,
+    images: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Talks until the user ends it. The document and the images belong to the first message that is answered."""
+    messages = system_messages(system)
+    console.print(f"{who}. An empty line or Ctrl-D ends the chat.", style="dim")
+    while text := ask_user(console):
+        content = f"{document}\n\n{text}" if document else text
+        with_images = [*images, {"type": "text", "text": content}]
+        messages.append({"role": "user", "content": with_images if images else content})
+        try:
+            said = answer(messages)
+        except PenstockError as error:
+            console.print(f"penstock: {error}", style="red")
+            messages.pop()
+            continue
+        document, images = "", ()
+        messages.append({"role": "assistant", "content": said})
+
+
+def system_messages(system: str | None) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}] if system else []
 
 
 def ask_user(console: Console) -> str:

@@ -1,27 +1,46 @@
-"""How `penstock trace` looks."""
+"""`penstock trace`: where the time of a trace went."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
-from penstock.cli.terminal import MB
-from penstock.trace.document import Trace
-from penstock.trace.perfetto import write_perfetto
-from penstock.trace.summary import Spread, Summary, summarize
+from penstock.cli.flags import Json
+from penstock.config import MB
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.trace.document import Trace
+    from penstock.trace.summary import Spread, Summary
 
 
-def show_trace(file: Path, *, num_slowest: int, perfetto: Path | None, as_json: bool) -> None:
-    trace = Trace.read(file)
+def trace(
+    file: Annotated[Path, typer.Argument(help="What --trace or a server's /trace wrote.", metavar="FILE")],
+    slowest: Annotated[int, typer.Option(min=0, help="How many of the slowest steps to explain.")] = 5,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write it in the trace event format, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say where the time of a trace went: requests, gaps, memory, and the slowest steps with their reasons."""
+    from rich.console import Console
+
+    from penstock.trace.document import Trace
+    from penstock.trace.perfetto import write_perfetto
+    from penstock.trace.summary import summarize
+
+    recorded = Trace.read(file)
     if perfetto is not None:
-        write_perfetto(trace, perfetto)
-    summary = summarize(trace, num_slowest=num_slowest)
-    if as_json:
+        write_perfetto(recorded, perfetto)
+    summary = summarize(recorded, num_slowest=slowest)
+    if json:
         print(summary.model_dump_json(indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    _show_head(console, trace)
+    _show_head(console, recorded)
     _show_work(console, summary)
     _show_requests(console, summary)
     for adjustment in summary.adjustments:

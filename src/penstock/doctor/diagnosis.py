@@ -11,7 +11,7 @@ from penstock.document import Document
 from penstock.errors import PenstockError
 
 
-class Status(Enum):
+class Severity(Enum):
     GOOD = "good"
     NOTE = "note"  # it works, and could be better
     PROBLEM = "problem"  # something will be refused, or be far slower than it need be
@@ -19,26 +19,26 @@ class Status(Enum):
 
 class Diagnosis(Document):
     topic: str
-    status: Status
+    status: Severity
     finding: str
     remedy: str | None = None  # None: there is nothing to do
 
     @model_validator(mode="after")
     def _has_a_way_out(self) -> Diagnosis:
-        assert (self.remedy is None) == (self.status is Status.GOOD), "what is not good has a remedy, and only that"
+        assert (self.remedy is None) == (self.status is Severity.GOOD), "what is not good has a remedy, and only that"
         return self
 
 
 def good(topic: str, finding: str) -> Diagnosis:
-    return Diagnosis(topic=topic, status=Status.GOOD, finding=finding)
+    return Diagnosis(topic=topic, status=Severity.GOOD, finding=finding)
 
 
 def note(topic: str, finding: str, remedy: str) -> Diagnosis:
-    return Diagnosis(topic=topic, status=Status.NOTE, finding=finding, remedy=remedy)
+    return Diagnosis(topic=topic, status=Severity.NOTE, finding=finding, remedy=remedy)
 
 
 def problem(topic: str, finding: str, remedy: str) -> Diagnosis:
-    return Diagnosis(topic=topic, status=Status.PROBLEM, finding=finding, remedy=remedy)
+    return Diagnosis(topic=topic, status=Severity.PROBLEM, finding=finding, remedy=remedy)
 
 
 def refused(topic: str, error: PenstockError) -> Diagnosis:

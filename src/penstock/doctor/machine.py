@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from penstock.config import HOPPER, EngineConfig
+from penstock.config import GIB, HOPPER, EngineConfig
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem
-from penstock.engine.planning import DeviceMemory, cuda_memory
+from penstock.plan.devices import DeviceMemory, cuda_memory
 from penstock.plan.machine import MachineMemory, cpu_flags, machine_memory, num_physical_cores, processor_name
 from penstock.trace.environment import installed
 
-GIB = 2**30
 LEAST_AVAILABLE_BYTES = GIB
 MUCH_SWAP_BYTES = GIB // 4
 BUSY = 0.5  # of the cores, by others

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.config import EngineConfig
-from penstock.doctor.diagnosis import Diagnosis, Status, good, note, refused
+from penstock.config import GIB, EngineConfig
+from penstock.doctor.diagnosis import Diagnosis, Severity, good, note, refused
 from penstock.doctor.examination import Examination, examine
 from penstock.engine.loading import chat_template, load_tokenizer
-from penstock.engine.planning import ModelPlan, plan_model
+from penstock.engine.planning import plan_model
 from penstock.errors import PenstockError
-from penstock.lanes.verdicts import Finding
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.weights import open_weights
 from penstock.prompt.tokens import Tokenizer
+from penstock.proof.verdict import Finding
 
-GIB = 2**30
 NO_COMPILER = "apt-get install gcc (or put another C compiler on the PATH)"
 
 
@@ -27,7 +26,6 @@ class ModelFindings:
 
     diagnoses: list[Diagnosis] = field(default_factory=list)
     examination: Examination | None = None
-    plan: ModelPlan | None = None  # of a prompt that fills the context
     can_load: bool = False  # its weights are here, and nothing known is in the way
 
 
@@ -45,10 +43,6 @@ def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> 
         found.examination = examine(model, config, rerun=rerun)
         return _lane(found.examination)
 
-    def budget() -> list[Diagnosis]:
-        found.plan = _full_plan(model, config)
-        return [_fit(found.plan)]
-
     try:
         config_files = resolve(model, weights=False)
     except PenstockError as error:
@@ -60,8 +54,8 @@ def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> 
     if is_local:
         look("tokenizer", lambda: _tokenizer(config_files))
     if found.examination is not None:
-        look("budget", budget)
-    is_refused = any(diagnosis.status is Status.PROBLEM for diagnosis in found.diagnoses)
+        look("budget", lambda: [_fit(model, config)])
+    is_refused = any(diagnosis.status is Severity.PROBLEM for diagnosis in found.diagnoses)
     found.can_load = is_local and not is_refused
     return found
 
@@ -118,7 +112,7 @@ def _part(name: str, finding: Finding | None) -> Iterator[Diagnosis]:
 def _kernels(found: Examination) -> Diagnosis:
     kernels = found.kernels
     assert kernels is not None
-    if kernels.are_compiled:
+    if kernels.compiled:
         return good("attention", f"C kernels, {kernels.reason}")
     remedies = {
         "switched off": "Leave cpu_kernels out of the settings (PENSTOCK_CPU_KERNELS, penstock.toml)",
@@ -132,13 +126,10 @@ def _kernels(found: Examination) -> Diagnosis:
     return note("attention", f"torch's kernels, which read at about half the speed; {kernels.reason}", remedy)
 
 
-def _full_plan(model: str, config: EngineConfig) -> ModelPlan:
-    """Of the longest prompt that the model takes."""
-    return plan_model(model, max(1, plan_model(model, 1, config).max_context - 1), config)
-
-
-def _fit(plan: ModelPlan) -> Diagnosis:
-    prompt = plan.prompt
+def _fit(model: str, config: EngineConfig) -> Diagnosis:
+    """Plans the longest prompt that the model takes."""
+    longest = max(1, plan_model(model, 1, config).max_context - 1)
+    prompt = plan_model(model, longest, config).prompt
     peak, budget = prompt.peak_bytes / GIB, prompt.budget_bytes / GIB
     if prompt.fits:
         finding = f"a prompt of {prompt.prompt_tokens:,} tokens takes {peak:.2f} GiB; the budget is {budget:.2f}"
@@ -149,6 +140,6 @@ def _fit(plan: ModelPlan) -> Diagnosis:
 
 
 def rounded_up(num_bytes: float) -> str:
-    """As --memory takes it."""
+    """Rounds bytes up and writes them as --memory takes them."""
     tenths = -(-int(num_bytes * 10) // GIB)
     return f"{tenths / 10:g}GiB"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from penstock.bench.workbench import EngineSubject
 from penstock.config import EngineConfig
 from penstock.doctor.advice import CONTEXT, NUM_STREAMS, SIZES, latency_target_ms, nearly_fastest
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem, refused
 from penstock.doctor.model import rounded_up
 from penstock.document import Document
+from penstock.engine.calibration import Observations, noting, random_prompt
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.errors import PenstockError
-from penstock.request import Token
 from penstock.schedule.budget import StepCost, StepLoad
 
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 READING_SHARE = 0.6
 NUM_WRITTEN = 12
 NEW = 100  # a seed that no prompt before had: nothing of it comes from the prefix cache
@@ -46,24 +45,19 @@ class Speed(Document):
     recommended: Recommendation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedFindings:
-    diagnoses: tuple[Diagnosis, ...]
-    speed: Speed | None  # None: it could not be measured
-
-
-def diagnose_speed(model: str, config: EngineConfig) -> SpeedFindings:
+def diagnose_speed(model: str, config: EngineConfig) -> tuple[list[Diagnosis], Speed | None]:
+    """Loads the model and times it; no speed where it could not be measured."""
     began = time.perf_counter()
     try:
-        with Engine(load_model(model, config), config) as engine:
+        with Engine(load_model(model, config)) as engine:
             load_s = time.perf_counter() - began
             if obstacle := _obstacle(engine):
-                return SpeedFindings(diagnoses=(obstacle,), speed=None)
-            findings = (*_attention(engine), diagnose_exactness(engine))
+                return [obstacle], None
+            findings = [*_attention(engine), diagnose_exactness(engine)]
             speed = measured(engine, load_s=load_s)
-            return SpeedFindings(diagnoses=(*findings, *_told(speed)), speed=speed)
+            return [*findings, *_told(speed)], speed
     except PenstockError as error:
-        return SpeedFindings(diagnoses=(refused("loading", error),), speed=None)
+        return [refused("loading", error)], None
 
 
 def _attention(engine: Engine) -> Iterator[Diagnosis]:
@@ -75,7 +69,7 @@ def _attention(engine: Engine) -> Iterator[Diagnosis]:
 def _obstacle(engine: Engine) -> Diagnosis | None:
     """What cannot be timed by chunks."""
     remedy = "Time a prompt with penstock run, and explain it with --trace and penstock trace"
-    if engine.model.source is not None:
+    if engine.lane.reads_source:
         return note("speed", "not timed: chunks of a source are passes over it, not tokens", remedy)
     if engine.lane.reads_whole:
         return note("speed", "not timed: prompts are read whole", remedy)
@@ -84,22 +78,18 @@ def _obstacle(engine: Engine) -> Diagnosis | None:
     return None
 
 
-def measured(engine: Engine, *, load_s: float, most_seconds: float = MOST_SECONDS) -> Speed:
+def measured(engine: Engine, *, load_s: float, most_seconds: float = MAX_SECONDS) -> Speed:
     began = time.perf_counter()
-    observations: list[tuple[StepLoad, float]] = []
-    ceiling = engine.scheduler.budget.ceiling
-    engine.generate(_tokens(engine, 8), max_tokens=2, ignore_eos=True)  # first uses compile and cache
-    engine.on_step = lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
-    prompt = _tokens(engine, min(PROMPT_TOKENS, engine.scheduler.capacity // 2), seed=NEW)
-    try:
+    observations: Observations = []
+    engine.generate(random_prompt(engine, 8), max_tokens=2, ignore_eos=True)  # first uses compile and cache
+    prompt = random_prompt(engine, min(PROMPT_TOKENS, engine.scheduler.capacity // 2), NEW)
+    with engine.limits(watch=noting(observations)) as budget:
+        ceiling = budget.ceiling
         sizes = _read(engine, prompt, observations, began + READING_SHARE * most_seconds)
-        engine.scheduler.budget.ceiling = ceiling
+        budget.ceiling = ceiling
         context = min(CONTEXT, sum(sizes)) if engine.scheduler.prefix is not None else min(16, len(prompt))
         alone = _write(engine, [prompt[:context]], began + 0.8 * most_seconds)
         together = _write(engine, [prompt[:context]] * NUM_STREAMS, began + most_seconds)
-    finally:
-        engine.on_step = None
-        engine.scheduler.budget.ceiling = ceiling
     cost = StepCost.fitted(observations)
     rates = {size: _rate(cost, size) for size in sizes}
     return Speed(
@@ -128,7 +118,7 @@ def recommend(engine: Engine, cost: StepCost, rates: Mapping[int, float], contex
     )
 
 
-def _read(engine: Engine, prompt: list[int], observations: list[tuple[StepLoad, float]], until: float) -> list[int]:
+def _read(engine: Engine, prompt: list[int], observations: Observations, until: float) -> list[int]:
     """The chunk sizes that were read: larger ones as long as there is time, memory and prompt for them."""
     scheduler = engine.scheduler
     request_id = engine.submit(prompt, max_tokens=1)
@@ -147,19 +137,8 @@ def _read(engine: Engine, prompt: list[int], observations: list[tuple[StepLoad, 
 
 
 def _write(engine: Engine, prompts: list[list[int]], until: float) -> float:
-    """Tokens per second, once all have begun; two steps at least, whatever they take."""
-    ids = {engine.submit(prompt, max_tokens=NUM_WRITTEN + 1, ignore_eos=True) for prompt in prompts}
-    begun: set[int] = set()
-    while begun < ids:
-        begun |= {event.request_id for event in engine.step() if isinstance(event, Token)}
-    began, num_steps, num_tokens = time.perf_counter(), 0, 0
-    while engine.scheduler.has_work and (num_steps < 2 or time.perf_counter() < until):
-        num_tokens += sum(isinstance(event, Token) for event in engine.step())
-        num_steps += 1
-    elapsed_s = time.perf_counter() - began
-    for request_id in ids:
-        engine.abort(request_id)
-    return num_tokens / elapsed_s
+    num_tokens, seconds = EngineSubject(engine).write_together(prompts, NUM_WRITTEN, spare=1, until=until)
+    return num_tokens / seconds
 
 
 def diagnose_exactness(engine: Engine) -> Diagnosis:
@@ -176,7 +155,7 @@ def diagnose_exactness(engine: Engine) -> Diagnosis:
 
 
 def _difference(engine: Engine, seed: int) -> float:
-    tokens = _tokens(engine, CHECKED_TOKENS, seed=seed)
+    tokens = random_prompt(engine, CHECKED_TOKENS, seed)
     whole, chunked = (
         engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=size).prompt_logprobs
         for size in (0, CHECKED_CHUNK)
@@ -185,15 +164,6 @@ def _difference(engine: Engine, seed: int) -> float:
     assert chunked is not None
     pairs = [(one, other) for one, other in zip(whole, chunked, strict=True) if one is not None and other is not None]
     return sum(abs(one.logprob - other.logprob) for one, other in pairs) / len(pairs)
-
-
-def _tokens(engine: Engine, length: int, seed: int = 0) -> list[int]:
-    """At random, but for what stands for an image that is not there."""
-    generator, size = random.Random(seed), engine.model.spec.vocab_size
-    reader = engine.model.media
-    image_token = None if reader is None else reader.lane.media.image_token_id
-    drawn = (generator.randrange(size) for _ in range(length))
-    return [(token + 1) % size if token == image_token else token for token in drawn]
 
 
 def _rate(cost: StepCost, size: int) -> float:

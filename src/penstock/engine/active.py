@@ -10,7 +10,8 @@ from penstock.engine.feed import TokenFeed
 from penstock.engine.held_memory import HeldMemory
 from penstock.engine.sampler import Sampler, token_logprob
 from penstock.engine.stopping import StopText
-from penstock.lanes.media import MediaPrompt
+from penstock.lanes.lane import LanePrompt
+from penstock.plan.pace import Pace
 from penstock.prompt.tokens import Detokenizer
 from penstock.request import (
     Chunk,
@@ -25,7 +26,7 @@ from penstock.request import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenToken:
     token: int
     finish: FinishReason | None
     event: Token
@@ -34,6 +35,7 @@ class Choice:
 @dataclass(slots=True, kw_only=True)
 class Active:
     request: Request
+    prompt: LanePrompt
     feed: TokenFeed | None
     sampler: Sampler
     detokenizer: Detokenizer
@@ -44,25 +46,19 @@ class Active:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     chunks: list[ChunkRecord] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
     num_cached: int = 0
     num_computed: int = 0
     started_at: float | None = None
     first_token_at: float | None = None
     predicted_bytes: int = 0
-    media: MediaPrompt | None = None  # None: the lane reads text only
     pooled: torch.Tensor | None = None  # None: no embedding is wanted, or nothing was read yet
 
     @property
-    def is_encoding(self) -> bool:
-        return self.media is not None and self.media.encoding is not None
-
-    @property
     def num_prompt_tokens(self) -> int:
-        if self.feed is not None:
-            return self.feed.num_given
-        return self.request.num_read(len(self.request.prompt)) if self.media is None else self.media.num_tokens
+        return self.prompt.num_tokens if self.feed is None else self.feed.num_given
 
-    def choose(self, token: int, logprob: TokenLogprob | None, *, is_end: bool, is_full: bool) -> Choice:
+    def choose(self, token: int, logprob: TokenLogprob | None, *, is_end: bool, is_full: bool) -> ChosenToken:
         """The token as text, and whether the answer ends with it: a stop string may end it in the middle of one."""
         sampling = self.request.sampling
         is_end = is_end and not sampling.ignore_eos
@@ -81,7 +77,7 @@ class Active:
         if logprob is not None:
             self.logprobs.append(logprob)
         event = Token(request_id=self.request.id, token_id=token, text=text, logprob=logprob)
-        return Choice(token=token, finish=finish, event=event)
+        return ChosenToken(token=token, finish=finish, event=event)
 
     def note_prompt_logprobs(self, tokens: list[int], first: int, rows: torch.Tensor) -> None:
         """Row i holds what the model expects after position first + i."""
@@ -117,10 +113,15 @@ class Active:
             chunk_end=chunk.end,
             elapsed_s=elapsed,
             tokens_per_s=speed,
-            eta_s=(estimate - num_computed) / speed if speed > 0 else 0.0,
+            eta_s=self._seconds_left(num_computed, estimate, elapsed),
             memory_bytes=self.held.num_bytes,
             predicted_peak_bytes=self.predicted_bytes,
         )
+
+    def _seconds_left(self, num_done: int, num_total: int, elapsed_s: float) -> float:
+        if self.request.source is None:
+            return self.pace.seconds_left(num_done, num_total, elapsed_s)
+        return elapsed_s * (num_total - num_done) / num_done if num_done else 0.0  # a tile sees all from the start
 
     def output(self, reason: FinishReason, now: float) -> Output:
         request, sampling, first = self.request, self.request.sampling, self.first_token_at

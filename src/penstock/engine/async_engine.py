@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.errors import EngineClosed
 from penstock.request import Failed, Finished, Output
 
 # Events that a slow reader may leave unread before its request rests, and where it goes on.
-MOST_UNREAD, FEW_UNREAD = 256, 64
+MAX_UNREAD, FEW_UNREAD = 256, 64
 # While every request rests: nobody calls when an event loop is closed.
 LONGEST_REST_S = 1.0
 
@@ -98,6 +98,8 @@ class AsyncEngine:
         self._readers: dict[int, Follower] = {}
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._wakes = threading.Condition()
+        # Grammars one after the other: many hard ones leave threads and cores to others.
+        self._compiling = ThreadPoolExecutor(1, "penstock-grammars")
         self._is_closing = False
         self._is_draining = False
         self._end: str | None = None  # why calls are made no more; None: they are
@@ -106,11 +108,11 @@ class AsyncEngine:
 
     @classmethod
     def load(cls, model: str = DEFAULT_MODEL, **settings: Any) -> AsyncEngine:
-        """As `Engine.load`."""
+        """Loads a model as `Engine.load` does."""
         return cls(Engine.load(model, **settings))
 
     def follower(self, on_lost: Callable[[int], None] = lambda _: None) -> Follower:
-        """To follow one request or several together; close it when done.
+        """Follows one request or several together; close it when done.
 
         `on_lost` is called, by the step thread, with a request whose asker left while it was submitted.
         """
@@ -158,9 +160,12 @@ class AsyncEngine:
         return future
 
     async def begin(self, follower: Follower, prompt: Prompt, settings: dict[str, Any]) -> int:
-        grammar = settings.get("grammar")
-        # A large one takes seconds, in which steps go on; kept here until the engine has found it.
-        _compiled = None if grammar is None else await asyncio.to_thread(self.engine.grammars.compiled, grammar)
+        params = settings.get("params")
+        grammar = settings.get("grammar") if params is None else params.grammar
+        if grammar is not None:
+            # A large one takes a second, in which steps go on; kept here until the engine has found it.
+            loop = asyncio.get_running_loop()
+            _compiled = await loop.run_in_executor(self._compiling, self.engine.grammars.compiled, grammar)
 
         def submit() -> int:
             if self._end is not None:
@@ -275,7 +280,7 @@ class AsyncEngine:
         reader.put(event.error if isinstance(event, Failed) else event)
         if isinstance(event, (Failed, Finished)):
             del self._readers[event.request_id]
-        elif event.request_id not in reader.paused and reader.num_unread >= MOST_UNREAD:
+        elif event.request_id not in reader.paused and reader.num_unread >= MAX_UNREAD:
             reader.paused.add(event.request_id)
             self.engine.scheduler.pause(event.request_id, is_paused=True)
             if reader.num_unread <= FEW_UNREAD:  # it has read on meanwhile, and did not see that it has to ask

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.attention.flashinfer import TILE_TOKENS
 from penstock.config import GPU_STEP_SIZES
 from penstock.errors import QueueFull
-from penstock.lanes.pieces import MOST_TOKENS
-from penstock.request import Failed
-from penstock.schedule.budget import StepCost, StepLoad, Waves
+from penstock.lanes.pieces import MAX_TOKENS
+from penstock.prompt.random_tokens import random_tokens
+from penstock.request import Failed, StepPlan, StepResult
+from penstock.schedule.budget import StepCost, StepLoad
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -29,7 +28,19 @@ GPU_CHUNKS = (
     (49_152, (2048, 256, 1024, 512)),
 )
 GPU_DECODE_CONTEXT = 8192
-MOST_READ = 1024  # tokens of a step that is run for its first use alone
+MAX_READ = 1024  # tokens of a step that is run for its first use alone
+
+Observations = list[tuple[StepLoad, float]]  # steps, and what they took in seconds
+
+
+def noting(observations: Observations) -> Callable[[StepPlan, StepResult], None]:
+    """What notes each step that it is called with."""
+    return lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
+
+
+def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
+    """Draws tokens of the model's vocabulary, but for the one that stands for an image."""
+    return random_tokens(length, seed, end=engine.model.spec.vocab_size, never=engine.model.lane.placeholder)
 
 
 class Calibration:
@@ -38,30 +49,27 @@ class Calibration:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._scheduler = engine.scheduler
-        self._observations: list[tuple[StepLoad, float]] = []
-        self._generator = random.Random(0)
+        self._observations: Observations = []
+        self._seeds = itertools.count()
         facts = engine.model.lane.facts
         self._is_gpu = engine.model.device.type == "cuda"
         has_pages = facts.shares_prefixes and not facts.reads_whole and engine.states is None
         self._can_skip = self._is_gpu and has_pages and self._scheduler.capacity > sum(GPU_CHUNKS[0][1]) + 1
 
     def run(self) -> StepCost:
-        engine, budget = self._engine, self._scheduler.budget
-        ceiling, watcher, in_flight = budget.ceiling, engine.on_step, engine.most_in_flight
-        engine.on_step = lambda plan, result: self._observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
         try:
-            self._use_first()
-            self._observations.clear()
-            if self._can_skip:
-                self._read_far()
-                self._write_far()
-            else:
-                self._read_and_write()
+            with self._engine.limits(watch=noting(self._observations)):
+                self._use_first()
+                self._observations.clear()
+                if self._can_skip:
+                    self._read_far()
+                    self._write_far()
+                else:
+                    self._read_and_write()
         finally:
-            budget.ceiling, engine.on_step, engine.most_in_flight = ceiling, watcher, in_flight
             if self._scheduler.prefix is not None:
                 self._scheduler.prefix.clear()
-        return StepCost.fitted(self._observations, waves=self._waves)
+        return StepCost.fitted(self._observations, waves=self._engine.model.lane.waves)
 
     def _use_first(self) -> None:
         """What is compiled, loaded and cached by its first use."""
@@ -72,20 +80,18 @@ class Calibration:
         if self._is_gpu:
             ceiling = self._scheduler.budget.ceiling
             sizes = [size for size in GPU_STEP_SIZES if size <= ceiling or not ceiling]
-            if self._engine.records_steps:
-                sizes = self._use_products([size for size in sizes if size > MOST_TOKENS])
+            if self._engine.model.lane.captures_steps:
+                sizes = self._use_products([size for size in sizes if size > MAX_TOKENS])
             else:  # all of it is read, and that takes time
-                sizes = [size for size in sizes if size <= MOST_READ]
+                sizes = [size for size in sizes if size <= MAX_READ]
             if sizes:
                 self._read(self._tokens(min(sum(sizes), self._scheduler.capacity - 1)), sizes)
 
     def _use_products(self, sizes: list[int]) -> list[int]:
-        """Steps larger than those that were recorded: one is read in whole, of the others a layer is enough."""
-        lane = self._engine.native_lane
-        assert lane is not None, "only a native model records steps"
+        """Steps larger than those that were captured: one is read in whole, of the others a layer is enough."""
         fitting = [size for size in sizes if self._engine.memory.fits_first(size)]
         for size in fitting:
-            lane.decoder.use_products(size)
+            self._engine.model.lane.use_products(size)
         return fitting[:1]
 
     def _read_and_write(self) -> None:
@@ -129,34 +135,11 @@ class Calibration:
             self._step()
 
     @property
-    def _waves(self) -> Waves | None:
-        """Where FlashInfer reads chunks; None elsewhere."""
-        lane = self._engine.native_lane
-        if not self._is_gpu or lane is None:
-            return None
-        from penstock.attention.cuda import CudaAttention
-
-        attention = lane.attention
-        if not isinstance(attention, CudaAttention) or attention.reader is None:
-            return None
-        reader = attention.reader
-        if reader.head_size not in TILE_TOKENS:
-            return None
-        return Waves(
-            tile_tokens=TILE_TOKENS[reader.head_size],
-            num_heads=reader.num_heads,
-            tiles_at_once=attention.num_processors,
-        )
-
-    @property
     def _capacity(self) -> int:
         return max(1, self._scheduler.capacity // 4)
 
     def _tokens(self, length: int) -> list[int]:
-        size, reader = self._engine.model.spec.vocab_size, self._engine.model.media
-        image_token = None if reader is None else reader.lane.media.image_token_id  # it stands for an image
-        drawn = (self._generator.randrange(size) for _ in range(length))
-        return [(token + 1) % size if token == image_token else token for token in drawn]
+        return random_prompt(self._engine, length, next(self._seeds))
 
     def _read(self, tokens: list[int], chunk_sizes: Sequence[int]) -> None:
         """One prompt in chunks of these sizes, over and over."""
@@ -168,7 +151,7 @@ class Calibration:
             self._step()
 
     def _submit(self, tokens: list[int], **sampling: Any) -> int:
-        """After steps that make room, where the engine lets fewer wait."""
+        """Submits a prompt, after steps that make room where the engine lets fewer wait."""
         while True:
             try:
                 return self._engine.submit(tokens, **sampling)

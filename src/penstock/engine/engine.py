@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,47 +14,44 @@ from typing import Any
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
-from penstock.config import CPU_STEP_SIZES, DEFAULT_MODEL, GPU_STEP_SIZES, EngineConfig, PrefillPriority, load_config
-from penstock.engine.active import Active, Choice
+from penstock.config import CPU_STEP_SIZES, DEFAULT_MODEL, GPU_STEP_SIZES, PrefillPriority, load_config
+from penstock.engine.active import Active, ChosenToken
 from penstock.engine.calibration import calibrate
 from penstock.engine.feed import TokenFeed
 from penstock.engine.feeding import Feeding
 from penstock.engine.grammar import Grammars
+from penstock.engine.handle import Handle
 from penstock.engine.held_memory import HeldMemory, is_out_of_memory
-from penstock.engine.intake import Intake, Prompt
-from penstock.engine.loading import LoadedModel, load_model, return_freed_memory
+from penstock.engine.intake import Intake
+from penstock.engine.loading import LoadedModel, load_model
+from penstock.engine.prompts import Prompt
 from penstock.engine.recording import taken, trace_head
 from penstock.engine.runner import Runner, StepLogits
 from penstock.engine.sampler import Sampler
 from penstock.engine.step_memory import StepMemory
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, MemoryTooSmall
-from penstock.lanes.hf import GenericTextLane
 from penstock.lanes.lane import LaneFacts
-from penstock.lanes.native import NativeTextLane
-from penstock.lanes.native_media import NativeMultimodalLane
+from penstock.plan.machine import return_freed_memory
 from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
 from penstock.request import (
     Chunk,
     ChunkRecord,
+    Event,
     Failed,
     Finished,
     FinishReason,
     Output,
-    PrefillProgress,
     SamplingParams,
     Span,
     StepPlan,
     StepResult,
-    Token,
 )
 from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
-
-Event = PrefillProgress | Token | Failed | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +64,9 @@ class _Flight:
 
 
 class Engine:
-    def __init__(self, model: LoadedModel, config: EngineConfig, *, trace: Path | None = None) -> None:
+    def __init__(self, model: LoadedModel, *, trace: Path | None = None) -> None:
         """`trace`: a file that is written when the engine is closed."""
-        config = config.on_device(model.device.type)
-        if model.source is not None:
-            # States of a source depend on all of it: no part is shared or computed twice.
-            config = dataclasses.replace(config, overlap=0, prefix_cache=False)
-
-        if model.lane.facts.reads_whole:
-            config = dataclasses.replace(config, chunk_size=0, overlap=0)
+        config, lane = model.config, model.lane.facts
         self.model = model
         self.config = config
         self.adjustments = list(model.adjustments)
@@ -90,12 +82,12 @@ class Engine:
                 block_size=config.block_size,
                 max_context=model.max_context,
                 max_running=min(config.max_running, memory.num_running_states or config.max_running),
-                overlap=0 if self.states or not model.lane.facts.shares_prefixes else config.overlap,
+                overlap=0 if self.states or not lane.shares_prefixes else config.overlap,
                 priority=config.priority,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
-                reads_whole=model.lane.facts.reads_whole,
-                restarts_after_failure=model.source is not None or not model.lane.facts.shares_prefixes,
+                reads_whole=lane.reads_whole,
+                restarts_after_failure=lane.reads_source or not lane.shares_prefixes,
             ),
             budget=TokenBudget(
                 ceiling=config.most_prompt_tokens,
@@ -104,23 +96,24 @@ class Engine:
                 sizes=GPU_STEP_SIZES if model.device.type == "cuda" else CPU_STEP_SIZES,
             ),
             pool=pool,
-            prefix=PrefixCache(pool) if config.prefix_cache and model.lane.facts.shares_prefixes else None,
+            prefix=PrefixCache(pool) if config.prefix_cache and lane.shares_prefixes else None,
             model_identity=model.identity,
             chunk_limit=self.memory.chunk_limit,
             peak_estimate=self.memory.peak_estimate,
             states=self.states,
+            memory_for=None if lane.reads_source else self.memory.budget_for,
         )
         self._intake = Intake(model, config, self.scheduler, self.memory)
         self.prompts = self._intake.prompts
         self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
-        self._held = HeldMemory(model.device, memory.runtime_bytes)
+        self.held = HeldMemory(model.device, memory.runtime_bytes)
         # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
-        runs_ahead = model.device.type == "cuda" and model.source is None and model.media is None
+        runs_ahead = model.device.type == "cuda" and not lane.reads_more_than_tokens
         self.most_in_flight = 2 if runs_ahead else 1
         self._flights: deque[_Flight] = deque()
         self._active: dict[int, Active] = {}
-        self._feeding = Feeding(model.media, self.scheduler, self._intake, self._active, self.fail)
+        self._feeding = Feeding(model.lane, self.scheduler, self._intake, self._active, self.fail)
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
         self._new_events: list[Event] = []
         self._next_id = 0
@@ -142,10 +135,10 @@ class Engine:
         """
         config = load_config(settings)
         path = None if trace is None else require_writable(Path(trace))
-        return cls(load_model(model, config), config, trace=path)
+        return cls(load_model(model, config), trace=path)
 
     def record(self) -> Recorder:
-        """From now on steps and requests are kept for `trace`."""
+        """Keeps steps and requests for `trace` from now on."""
         if self.recorder is None:
             self.recorder = Recorder(trace_head(self))
         return self.recorder
@@ -155,7 +148,7 @@ class Engine:
         return self.recording(last_s=last_s).document()
 
     def recording(self, *, last_s: float | None = None) -> Recording:
-        """The same before it is made into a document, which another thread may do."""
+        """Takes what was recorded before it is made into a document, which another thread may do."""
         if self.recorder is None:
             raise InvalidSetting("Nothing was recorded. Load the engine with trace=FILE, or call record() first.")
         return taken(self, self.recorder, last_s=last_s)
@@ -182,6 +175,12 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def forget_prefixes(self) -> None:
+        """Drops every prefix that no running request uses."""
+        for kept in (self.scheduler.prefix, self.states):
+            if kept is not None:
+                kept.clear()
 
     @property
     def tokenizer(self) -> Any:
@@ -260,17 +259,21 @@ class Engine:
         chunk_size: int | str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        params: SamplingParams | None = None,
         **sampling: Any,
-    ) -> int:
+    ) -> Handle:
         """Queues a request; `step` or `events` brings it forward. It ends unfinished when its deadline passes.
 
         An image is a path, the bytes of a file, or a PIL image. `answer_start`: text or tokens that the answer of an
         encoder-decoder model begins with; they are read, not written. `chunk_size` is this prompt's own, in place of
-        the engine's; 0 reads it whole, "auto" leaves it to the memory model.
+        the engine's; 0 reads it whole, "auto" leaves it to the memory model. `params`: all of the sampling at once, in
+        place of single settings.
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
-        params = SamplingParams.of(sampling)
+        if params is not None and sampling:
+            raise InvalidSetting(f"{next(iter(sampling))} is given beside params. Give one or the other.")
+        params = params or SamplingParams.of(sampling)
         arrival = self._intake.take(
             self._next_id,
             prompt,
@@ -291,13 +294,14 @@ class Engine:
             sampler=Sampler(params, eos_ids=self.model.eos_ids, grammar=grammar),
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
-            held=self._held,
-            media=arrival.media,
+            held=self.held,
+            prompt=arrival.prompt,
         )
-        self._feeding.expect_media(request.id)
+        self._feeding.begin(request.id)
+        handle = Handle.of(self, arrival, chunk_size=chunk_size)
         if self.recorder is not None:
-            self.recorder.take_arrival(request, () if feed is None else feed.adjustments)
-        return request.id
+            self.recorder.take_arrival(request, handle.notes)
+        return handle
 
     def abort(self, request_id: int) -> None:
         """Cancels within one chunk; computed blocks stay in the prefix cache, so an equal prompt resumes there."""
@@ -323,13 +327,13 @@ class Engine:
             self._land()
         else:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
-            is_encoding = any(active.is_encoding for active in self._active.values())
+            is_encoding = any(active.prompt.is_encoding for active in self._active.values())
             assert is_encoding or not is_stuck, "requests wait and none can run"
         return self._take_events()
 
     def _launch(self) -> bool:
         """Plans a step and hands it to the device; False when nothing can run before another has landed."""
-        self._feeding.encode_images()
+        self._feeding.encode_next()
         self._feeding.feed_prompts()
         budget, most, num_adjustments = self.scheduler.budget, self.scheduler.budget.most, len(self.adjustments)
         while (plan := self._next_plan()) is not None:
@@ -349,11 +353,11 @@ class Engine:
             else:
                 self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
                 return True
-            self._held.give_back()  # not before the error is gone, which holds what the step had made
+            self.held.give_back()  # not before the error is gone, which holds what the step had made
         return False
 
     def _next_plan(self) -> StepPlan | None:
-        """Without whoever may not go on under --strict: nobody else is to suffer from that."""
+        """Plans a step without whoever may not go on under --strict: nobody else is to suffer from that."""
         while True:
             try:
                 return self.scheduler.next_step()
@@ -365,7 +369,7 @@ class Engine:
             self.on_plan(plan)
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
-            self._feeding.expect_media(request_id)
+            self._feeding.begin(request_id)
         return self._runner.run(plan, self.scheduler.sequences)
 
     def _fail_step(self, plan: StepPlan) -> None:
@@ -374,7 +378,7 @@ class Engine:
             for chunk in plan.chunks:
                 self.model.lane.release(chunk.sequence_id)
                 if chunk.sequence_id in self._active:
-                    self._feeding.expect_media(chunk.sequence_id)
+                    self._feeding.begin(chunk.sequence_id)
 
     def _halve(self, plan: StepPlan) -> bool:
         """Half as many prompt tokens in a step from now on; False where that cannot be had, or did not help.
@@ -424,14 +428,14 @@ class Engine:
             token_by_sequence={request_id: choice.token for request_id, choice in chosen.items()},
             finished={request_id: choice.finish for request_id, choice in chosen.items() if choice.finish},
             elapsed_s=landed_at - started_at,
-            peak_bytes=self._held.peak_bytes,
+            peak_bytes=self.held.peak_bytes,
         )
         self.scheduler.apply(result)
         self._record(plan, result, started_at)
         if self.recorder is not None:
             pool = self.scheduler.pool
             kv_share = pool.num_held / pool.num_blocks
-            memory_bytes = self._held.num_bytes
+            memory_bytes = self.held.num_bytes
             self.recorder.take_step(plan, result, started_at=started_at, memory_bytes=memory_bytes, kv_share=kv_share)
         for request_id, choice in chosen.items():
             self._emit(choice.event)
@@ -449,22 +453,20 @@ class Engine:
         return self.scheduler.has_work
 
     def warm_up(self) -> None:
-        """Makes ahead of time what would be made in the middle of requests: recordings of a GPU's steps."""
-        lane = self.native_lane or self.model.lane
-        if isinstance(lane, NativeTextLane | GenericTextLane):
-            lane.record()
+        """Makes ahead of time what would be made in the middle of requests: captures of a GPU's steps."""
+        self.model.lane.capture()
 
-    @property
-    def records_steps(self) -> bool:
-        """Whether `warm_up` has steps with prompt chunks to record: a native model on a GPU."""
-        return (lane := self.native_lane) is not None and lane.pieces is not None
-
-    @property
-    def native_lane(self) -> NativeTextLane | None:
-        """None where the model runs on another lane."""
-        lane = self.model.lane
-        lane = lane.decoding if isinstance(lane, NativeMultimodalLane) else lane
-        return lane if isinstance(lane, NativeTextLane) else None
+    @contextmanager
+    def limits(self, watch: Callable[[StepPlan, StepResult], None] | None = None) -> Generator[TokenBudget]:
+        """Lends the limits of a step to a measurement, shows it every step, and puts everything back as it was."""
+        budget = self.scheduler.budget
+        lent, watcher, in_flight = (budget.ceiling, budget.target_s, budget.cost), self.on_step, self.most_in_flight
+        self.on_step = watch or watcher
+        try:
+            yield budget
+        finally:
+            budget.ceiling, budget.target_s, budget.cost = lent
+            self.on_step, self.most_in_flight = watcher, in_flight
 
     def set_priority(self, priority: PrefillPriority) -> None:
         """How steps are shared from now on."""
@@ -472,13 +474,11 @@ class Engine:
 
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts, to be streamed: pass it to `stream` or `submit` as the prompt."""
-        if self.model.media is not None and self.model.chat_template is not None:
-            return self.model.media.chat_feed(parts, system=system)
         return self.prompts.chat_feed(parts, system=system)
 
-    def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, Choice]:
+    def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, ChosenToken]:
         likeliest = logits.likeliest_tokens()
-        chosen: dict[int, Choice] = {}
+        chosen: dict[int, ChosenToken] = {}
         for chunk in plan.chunks:
             request_id = chunk.sequence_id
             if self.scheduler.sequences[request_id].is_leaving:
@@ -493,7 +493,7 @@ class Engine:
                 chosen[request_id] = choice
         return chosen
 
-    def _choose_token(self, chunk: Chunk, logits: StepLogits, likeliest: Mapping[int, int]) -> Choice | None:
+    def _choose_token(self, chunk: Chunk, logits: StepLogits, likeliest: Mapping[int, int]) -> ChosenToken | None:
         """None where the chunk is not the last of what is known."""
         sequence = self.scheduler.sequences[chunk.sequence_id]
         active, rows = self._active[sequence.id], logits[sequence.id]
@@ -533,6 +533,7 @@ class Engine:
                 active.num_cached += max(0, chunk.start - active.num_computed)
             if active.first_token_at is None:
                 active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=result.elapsed_s * 1e3))
+                active.pace.note(chunk.start, chunk.end, result.elapsed_s)
                 active.num_computed = max(active.num_computed, chunk.end)
                 self._emit(active.progress(chunk, now))
             if chunk.wants_logits and active.first_token_at is None:

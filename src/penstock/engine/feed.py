@@ -46,11 +46,11 @@ class TokenFeed:
             self.num_total = self.num_given
         return taken, is_last
 
-    def take_all(self, refuse_past: Callable[[int], None]) -> list[int]:
+    def take_all(self, refuse_past: Callable[..., None]) -> list[int]:
         """Every token, for a reader that needs them all before it begins; `refuse_past` is called with the count."""
         while not self._is_exhausted:
             self._pending += self._next_batch()
-            refuse_past(len(self._pending))
+            refuse_past(len(self._pending), is_all=self._is_exhausted)
         return self.take(len(self._pending))[0]
 
     def _next_batch(self) -> list[int]:
@@ -72,7 +72,7 @@ class TokenFeed:
 
     @property
     def num_total_estimate(self) -> int:
-        """From the share of bytes that the tokens so far came from."""
+        """Estimates the prompt's tokens from the share of bytes that the tokens so far came from."""
         if self.num_total is not None:
             return self.num_total
         num_encoded = self.num_given + len(self._pending)
@@ -82,10 +82,12 @@ class TokenFeed:
         return max(num_encoded, round(num_encoded * meter.num_bytes_total / meter.num_bytes_read))
 
 
-def count_tokens(batches: Iterable[list[int]], *, refuse_past: Callable[[int], None]) -> int:
-    """Reads to the end keeping nothing; `refuse_past` is called with the running count and may raise."""
+def count_tokens(batches: Iterable[list[int]], *, refuse_past: Callable[..., None], to_the_end: bool) -> int:
+    """Counts and keeps nothing; `refuse_past` is called with the count, also on the way if not `to_the_end`."""
     count = 0
     for batch in batches:
         count += len(batch)
-        refuse_past(count)
+        if not to_the_end:
+            refuse_past(count, is_all=False)
+    refuse_past(count)
     return count

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from penstock.engine.active import Active
 from penstock.engine.intake import Intake
-from penstock.engine.loading import return_freed_memory
-from penstock.engine.media_prompts import MediaPromptReader
 from penstock.errors import InvalidMedia, InvalidPrompt, PenstockError
+from penstock.lanes.lane import Lane
+from penstock.plan.machine import return_freed_memory
 from penstock.request import Sequence
 from penstock.schedule.scheduler import Scheduler
 
@@ -16,39 +16,35 @@ from penstock.schedule.scheduler import Scheduler
 class Feeding:
     def __init__(
         self,
-        media: MediaPromptReader | None,
+        lane: Lane,
         scheduler: Scheduler,
         intake: Intake,
         active: Mapping[int, Active],
         fail: Callable[[int, Exception], None],
     ) -> None:
         """`active` is the engine's own; `fail` ends a request whose prompt cannot be had."""
-        self._media = media
+        self._lane = lane
         self._scheduler = scheduler
         self._intake = intake
         self._active = active
         self._fail = fail
 
-    def expect_media(self, request_id: int) -> None:
+    def begin(self, request_id: int) -> None:
         """The lane is told what a prompt has beside its tokens, before it reads from the start."""
-        media = self._active[request_id].media
-        if media is not None and self._media is not None:
-            self._media.lane.expect(request_id, media)
+        self._lane.begin(request_id, self._active[request_id].prompt)
 
-    def encode_images(self) -> None:
+    def encode_next(self) -> None:
         """One call of an encoder per step, so that running streams wait for no more than that."""
-        request_id, media = next(
-            ((request_id, active.media) for request_id, active in self._active.items() if active.is_encoding),
-            (0, None),
-        )
-        if media is None:
+        waiting = ((request_id, active.prompt) for request_id, active in self._active.items())
+        request_id, prompt = next(((number, one) for number, one in waiting if one.is_encoding), (0, None))
+        if prompt is None:
             return
         try:
-            media.encode_next()
-            if media.encoding is None:
-                tokens = media.input_ids[0].tolist()
+            prompt.encode_next()
+            if not prompt.is_encoding:
                 return_freed_memory()  # the encoder's, so that it is not held beside a chunk's
-                self._scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=media.media_keys)
+                tokens = list(prompt.positions)
+                self._scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=prompt.keys)
         except Exception as error:  # of a tower that runs out of memory, say: only who asked is to know
             own = error if isinstance(error, PenstockError) else InvalidMedia(f"The images cannot be encoded: {error}")
             self._fail(request_id, own)
@@ -59,15 +55,14 @@ class Feeding:
             if sequence.prompt_is_complete or sequence.is_leaving:
                 continue
             active = self._active.get(sequence.id)
-            if active is None or active.media is not None:
+            if active is None or active.feed is None:  # or its images are not encoded yet
                 continue
-            assert active.feed is not None, "a prompt that is not complete is streamed or has images"
             while not sequence.prompt_is_complete and (num_missing := self._num_missing(sequence)) > 0:
                 try:
                     tokens, is_last = active.feed.take(num_missing)
                     if is_last and not active.feed.num_given:
                         raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
-                    self._scheduler.extend_prompt(sequence.id, self._intake.known(tokens), is_last=is_last)
+                    self._scheduler.extend_prompt(sequence.id, self._intake.prompts.known(tokens), is_last=is_last)
                 except PenstockError as error:
                     self._fail(sequence.id, error)
                     break

@@ -11,12 +11,22 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from penstock.errors import InvalidSetting, UnsupportedModel
+from penstock.errors import InvalidSetting, UnsupportedModel, first_line
+from penstock.plan.machine import return_freed_memory
 from penstock.prompt.tokens import Tokenizer
+
+# What a grammar may take: its first step, prepared beside the steps of others, 0.2 s and 40 MB; the mask of each
+# later one up to 14 ms, on one core. Schemas and patterns of people take a tenth of that.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,  # of 1 to 2 kB
+}
 
 
 class GrammarMatcher:
-    """Where one answer stands in its grammar."""
+    """Keeps where one answer stands in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, first: GrammarMatcher | None = None) -> None:
         """`first`: what it was copied from, which is found for equal requests as long as it is kept."""
@@ -35,11 +45,21 @@ class GrammarMatcher:
 
     def mask(self, logits_V: torch.Tensor) -> None:
         """Tokens that cannot come next go to minus infinity, in place."""
+        allowed_V = self._allowed()[: len(logits_V)]
+        logits_V.masked_fill_(~allowed_V.to(logits_V.device), float("-inf"))
+
+    def prepare(self) -> None:
+        """Does the work of the first step ahead of it, and goes one token further on a copy: most of what passes the
+        limits does so there."""
+        allowed_V = self._allowed()
+        if allowed_V.any():
+            self.copy().accept(int(allowed_V.nonzero()[0]))
+
+    def _allowed(self) -> torch.Tensor:
         words = self._mask_words
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
         self._refuse_error()
-        allowed_V = ((words.unsqueeze(1) >> self._bits) & 1).flatten()[: len(logits_V)].bool()
-        logits_V.masked_fill_(~allowed_V.to(logits_V.device), float("-inf"))
+        return ((words.unsqueeze(1) >> self._bits) & 1).flatten()[: self._vocab_size].bool()
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -50,7 +70,7 @@ class GrammarMatcher:
         if self._matcher.is_error():
             raise InvalidSetting(
                 f"The answer cannot be held to its grammar or schema any further: "
-                f"{_first_line(self._matcher.get_error())}. Simplify its patterns and repetitions."
+                f"{first_line(self._matcher.get_error() or 'unknown', 300)}. Simplify its patterns and repetitions."
             )
 
 
@@ -81,10 +101,21 @@ class Grammars:
             guide = self._opened()
         import llguidance
 
-        matcher = llguidance.LLMatcher(guide, grammar)
+        matcher = llguidance.LLMatcher(guide, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
         if matcher.is_error():
-            raise InvalidSetting(f"The grammar or schema cannot be used: {_first_line(matcher.get_error())}.")
-        return GrammarMatcher(matcher, self._vocab_size)
+            raise InvalidSetting(
+                f"The grammar or schema cannot be used: {first_line(matcher.get_error() or 'unknown', 300)}."
+            )
+        compiled = GrammarMatcher(matcher, self._vocab_size)
+        try:
+            compiled.prepare()
+        except InvalidSetting as error:
+            reason = str(error)
+        else:
+            return compiled
+        del compiled, matcher
+        return_freed_memory()  # not before the error is gone, which holds what was built
+        raise InvalidSetting(reason)
 
     def _opened(self) -> Any:
         if self._guide is not None:
@@ -99,10 +130,6 @@ class Grammars:
             )
         except Exception as error:  # a tokenizer that the library cannot read
             raise UnsupportedModel(
-                f"This model's tokenizer cannot be held to a grammar: {_first_line(str(error))}. Leave JSON mode out."
+                f"This model's tokenizer cannot be held to a grammar: {first_line(error, 300)}. Leave JSON mode out."
             ) from error
         return self._guide
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["unknown"])[0][:300].rstrip(". ")

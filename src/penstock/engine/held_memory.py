@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from penstock.engine.loading import return_freed_memory
-from penstock.plan.machine import peak_resident_bytes, resident_bytes
+from penstock.plan.machine import peak_resident_bytes, resident_bytes, return_freed_memory
 
 # What torch and the libraries below it say when they are refused memory, as far as it has no type of its own.
 REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 class HeldMemory:
-    """Of this process where the CPU computes; of the card, counted from what its context takes, where a GPU does."""
+    """Measures the memory of this process, or of the card beyond what its context takes, where a GPU computes."""
 
     def __init__(self, device: torch.device, runtime_bytes: int) -> None:
         self._card = device if device.type == "cuda" else None

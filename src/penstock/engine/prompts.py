@@ -1,4 +1,4 @@
-"""From what users give (text, files, messages) to token ids, streamed where that is provably exact."""
+"""Turns what users give (text, files, messages, images) into what a lane is asked; streamed where that is exact."""
 
 from __future__ import annotations
 
@@ -7,22 +7,60 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.feed import ByteMeter, TokenFeed, count_tokens
-from penstock.errors import InvalidPrompt
+from penstock.engine.image_messages import Message, bare, image_parts, images_of, with_images
+from penstock.errors import InvalidMedia, InvalidPrompt
+from penstock.lanes.lane import Asked
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.source import TextPart
 from penstock.prompt.tokens import Tokenizer
 
-Message = Mapping[str, Any]
+# A text, token ids, chat messages, or a feed that is still being read.
+Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
+COUNTED_BYTES = 8_000_000  # files that are longer together are refused before their last token is counted
 SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReader:
     tokenizer: Tokenizer
+    vocab_size: int  # of the model, which may have fewer tokens than the tokenizer
     template: ChatTemplate | None
+    bos_token: str | None
+    reads_images: bool
     needs_length: bool  # the rotary table or a strict plan depends on the prompt's length
-    refuse_too_long: Callable[[int], None]
+    refuse_too_long: Callable[..., None]  # given a number of tokens, and whether that is all of them
     capacity: int
+
+    def ask(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int]) -> Asked:
+        """What the lane is asked. A text has a placeholder for each image; messages have image parts."""
+        if isinstance(answer_start, str):
+            start = self.tokenizer.encode(answer_start, add_special_tokens=False)
+        else:
+            start = self.known_ids(answer_start)
+        if isinstance(prompt, TokenFeed):
+            return Asked(images=tuple(images), answer_start=tuple(start))
+        text, found, adds_special = self._text(prompt, images)
+        if found and (self.reads_images or text is None):
+            return Asked(text=text or "", images=found, adds_special_tokens=adds_special, answer_start=tuple(start))
+        if text is None:
+            tokens = self.known_ids(prompt)
+        else:
+            tokens = self.known(self.tokenizer.encode(text, add_special_tokens=adds_special))
+        return Asked(tokens=tuple(tokens), images=found, answer_start=tuple(start))
+
+    def _text(self, prompt: Any, images: Sequence[Any]) -> tuple[str | None, tuple[Any, ...], bool]:
+        """Finds (the text of a prompt, its images in order, whether special tokens are added); no text of token ids."""
+        if isinstance(prompt, str):
+            return prompt, tuple(images), True
+        messages = _messages(prompt)
+        if messages and self.reads_images:
+            return self._rendered_with_images(messages, images)
+        if messages:
+            found = tuple(images) or tuple(part for message in messages for part in image_parts(message))
+            return (None if found else self.rendered(messages)), found, False
+        if images and self.reads_images:
+            raise InvalidMedia(f"{len(images)} image(s) given with token ids. Give a text or messages with them.")
+        return None, tuple(images), False
 
     def text_tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=True)
@@ -36,22 +74,57 @@ class PromptReader:
             raise InvalidPrompt("The model has no chat template, so messages cannot be rendered. Give a text instead.")
         return self.template.render(messages, **variables)
 
+    def known(self, tokens: list[int]) -> list[int]:
+        """The tokens of a text, refused where the tokenizer has more than the model."""
+        if tokens and max(tokens) >= self.vocab_size:
+            raise InvalidPrompt(
+                f"The tokenizer gives token {max(tokens)}; the model has {self.vocab_size}. Take both from the same "
+                "model."
+            )
+        return tokens
+
+    def known_ids(self, prompt: Sequence[Any]) -> list[int]:
+        # A long prompt is looked through without a line of Python for each token.
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self.vocab_size:
+            return list(prompt)
+        limit = self.vocab_size - 1
+        for item in prompt:
+            if not isinstance(item, int) or not 0 <= item <= limit:
+                raise InvalidPrompt(f"The prompt holds {item!r}; token ids are whole numbers from 0 to {limit}.")
+        return [int(item) for item in prompt]
+
     def chat_feed(self, parts: Sequence[TextPart], *, system: str | None = None) -> TokenFeed:
         """One user message made of the parts. What cannot fit is refused here where its length can be known."""
-        parts = parts_with_text(parts)
+        parts = _parts_with_text(parts)
         if self.template is None and system:
             raise InvalidPrompt("The model has no chat template, so a system message has no place. Leave it out.")
         if self.template is None:
             note = "the model has no chat template: the text is read as it is"
             return self._feed(parts, ("", ""), (note,), add_special_tokens=True)
         messages = [{"role": "system", "content": system}] if system else []
-        split = self.template.split([*messages, {"role": "user", "content": ""}], len(messages))
+        split = None
+        if not self.reads_images:  # templates of image-text models look into their content
+            split = self.template.split([*messages, {"role": "user", "content": ""}], len(messages))
         if split is not None:
             return self._feed(parts, split, (), add_special_tokens=False)
-        content = "".join(joined_text(parts))
-        rendered = self.template.render([*messages, {"role": "user", "content": content}])
+        messages.append({"role": "user", "content": "".join(_joined_text(parts))})
+        if self.reads_images:
+            text, _, adds_special = self._rendered_with_images(messages, ())
+            tokens = self.tokenizer.encode(text, add_special_tokens=adds_special)
+            note = "the chat template of an image-text model inspects its content: rendered whole, not streamed"
+            return TokenFeed(batches=iter([tokens]), num_total=len(tokens), adjustments=(note,))
         note = "the chat template inspects its content: the prompt was rendered whole, not streamed"
+        rendered = self.template.render(messages)
         return self._feed([TextPart.of_text(rendered)], ("", ""), (note,), add_special_tokens=False)
+
+    def _rendered_with_images(
+        self, messages: Sequence[Message], images: Sequence[Any]
+    ) -> tuple[str, tuple[Any, ...], bool]:
+        """Renders messages to (text, its images in order, whether special tokens are to be added)."""
+        opened = with_images(messages, images)
+        text = self.rendered([bare(message) for message in opened])
+        begins_with_bos = bool(self.bos_token) and text.startswith(str(self.bos_token))
+        return text, tuple(images_of(opened)), not begins_with_bos
 
     def _feed(
         self, parts: Sequence[TextPart], frame: tuple[str, str], notes: tuple[str, ...], *, add_special_tokens: bool
@@ -65,7 +138,8 @@ class PromptReader:
         feed = TokenFeed(batches=batches, meter=meter, adjustments=notes)
         if num_bytes is not None and (self.needs_length or not self._surely_fits(num_bytes)):
             counted = self.tokenizer.stream(_framed(parts, frame), add_special_tokens=add_special_tokens)
-            feed.num_total = count_tokens(counted, refuse_past=self.refuse_too_long)
+            to_the_end = num_bytes <= COUNTED_BYTES
+            feed.num_total = count_tokens(counted, refuse_past=self.refuse_too_long, to_the_end=to_the_end)
         elif self.needs_length:
             tokens = [token for batch in batches for token in self._bounded(batch, feed)]
             feed = TokenFeed(batches=iter([tokens]), num_total=len(tokens), adjustments=notes)
@@ -77,11 +151,19 @@ class PromptReader:
 
     def _bounded(self, batch: list[int], feed: TokenFeed) -> list[int]:
         feed.num_given += len(batch)
-        self.refuse_too_long(feed.num_given)
+        self.refuse_too_long(feed.num_given, is_all=False)
         return batch
 
 
-def parts_with_text(parts: Sequence[TextPart]) -> list[TextPart]:
+def _messages(prompt: object) -> list[Message]:
+    """The messages of a chat; none where the prompt is something else."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return []
+    messages = [item for item in prompt if isinstance(item, Mapping)]
+    return messages if len(messages) == len(prompt) else []
+
+
+def _parts_with_text(parts: Sequence[TextPart]) -> list[TextPart]:
     found = [part for part in parts if part.num_bytes != 0]
     if not found:
         raise InvalidPrompt("The prompt is empty: there is no text and no file with text. Give -p TEXT or -f FILE.")
@@ -90,11 +172,11 @@ def parts_with_text(parts: Sequence[TextPart]) -> list[TextPart]:
 
 def _framed(parts: Sequence[TextPart], frame: tuple[str, str]) -> Iterator[str]:
     yield frame[0]
-    yield from joined_text(parts)
+    yield from _joined_text(parts)
     yield frame[1]
 
 
-def joined_text(parts: Sequence[TextPart]) -> Iterator[str]:
+def _joined_text(parts: Sequence[TextPart]) -> Iterator[str]:
     is_empty = True
     for index, part in enumerate(parts):
         if index:

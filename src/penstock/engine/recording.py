@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.trace.document import Lane, Limits, Trace, TraceModel, TracePlan
+from penstock.trace.document import Trace, TraceLane, TraceLimits, TraceModel, TracePlan
 from penstock.trace.environment import environment
 from penstock.trace.recorder import Recorder, Recording
 
@@ -31,8 +31,8 @@ def trace_head(engine: Engine) -> Trace:
             weight_bytes=shape.weight_bytes,
             max_context=model.max_context,
         ),
-        lane=Lane.of(engine.lane),
-        limits=Limits(
+        lane=TraceLane.of(engine.lane),
+        limits=TraceLimits(
             memory_budget_bytes=model.budget_bytes,
             chunk_size=config.chunk_size,
             overlap=config.overlap,
@@ -47,8 +47,8 @@ def trace_head(engine: Engine) -> Trace:
 
 
 def taken(engine: Engine, recorder: Recorder, *, last_s: float | None = None) -> Recording:
-    """With the lane as it was applied, and the plan of the longest prompt."""
-    changes: dict[str, object] = {"lane": Lane.of(engine.lane.after_reading(recorder.most_prompt_chunks))}
+    """Takes what was recorded, with the lane as it was applied and the plan of the longest prompt."""
+    changes: dict[str, object] = {"lane": TraceLane.of(engine.lane.after_reading(recorder.most_prompt_chunks))}
     if recorder.longest_prompt:
         plan = engine.plan(recorder.longest_prompt)
         changes["adjustments"] = plan.adjustments

@@ -1,4 +1,4 @@
-"""Turns a StepPlan into the packed tensors of one step, and runs the lane on them."""
+"""Turns a StepPlan into the joined tensors of one step, and runs the lane on them."""
 
 # T tokens of the step, L rows whose logits are wanted, P tokens that are pending
 
@@ -169,7 +169,7 @@ class Runner:
         )
 
     def _tensors(self, *parts: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
-        """On the device, in one copy; from pinned memory it is not waited for."""
+        """Puts the parts on the device in one copy; from pinned memory it is not waited for."""
         sizes = [len(part) for part in parts]
         packed = torch.empty(sum(sizes), dtype=torch.long, pin_memory=self.device.type == "cuda")
         for part, place in zip(parts, packed.split(sizes), strict=True):

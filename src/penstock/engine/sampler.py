@@ -97,7 +97,7 @@ class Sampler:
 
 
 def token_logprob(logits_V: torch.Tensor, token: int, num_alternatives: int) -> TokenLogprob:
-    """Of the model's own distribution, before penalties and temperature."""
+    """Reads a token's logprob from the model's own distribution, before penalties and temperature."""
     log_total = logits_V.logsumexp(-1)
     values, tokens = logits_V.topk(min(num_alternatives, logits_V.numel()))
     return TokenLogprob(

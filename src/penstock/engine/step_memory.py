@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from penstock.cache.states import StatePool
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, written_budget
 from penstock.engine.loading import LoadedModel
 from penstock.errors import InvalidSetting
+
+MARGIN = 1.02  # what a process holds before the weights differs by that much from run to run
+ANSWER_TOKENS = 256  # that a budget is to hold beside the prompt
 
 
 class StepMemory:
     def __init__(self, model: LoadedModel, config: EngineConfig, states: StatePool | None) -> None:
         self.is_strict = config.strict and config.chunk_size is not None
+        self._config = config
         self._memory = model.memory
         self.budget_bytes = model.budget_bytes
         self._capacity_tokens = model.num_blocks * config.block_size
         self._states = states
         # The pages of a card are all there from the start, and so are its slots for states.
-        self._is_all_taken = model.device.type == "cuda" and model.lane.facts.shares_prefixes
+        self._is_all_taken = model.device.type != "cpu" and model.lane.facts.shares_prefixes
 
     def chunk_limit(self, start: int, resident_tokens: int, wanted: int) -> int:
-        """Under --strict a chunk smaller than the wanted one is refused."""
+        """Finds the largest chunk that fits; under --strict one smaller than the wanted one is refused."""
         allowed = self._largest_chunk(start, resident_tokens, wanted)
         if allowed < wanted and self.is_strict:
             raise InvalidSetting(
@@ -31,6 +35,12 @@ class StepMemory:
     def fits_first(self, num_tokens: int) -> bool:
         """Whether a prompt may begin with a chunk of that size while nothing else is held."""
         return self._largest_chunk(0, 0, num_tokens) == num_tokens
+
+    def budget_for(self, num_tokens: int) -> str:
+        """Writes the budget under which a prompt of that length is read in chunks as asked for, and answered."""
+        config = self._config
+        chunk = max(config.min_chunk_size, min(config.most_prompt_tokens or num_tokens, num_tokens))
+        return written_budget(MARGIN * self._memory.budget_for(num_tokens + ANSWER_TOKENS, chunk=chunk))
 
     def peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
         return self._memory.peak_bytes(

@@ -1,4 +1,4 @@
-"""Steps of single tokens recorded as CUDA graphs: one launch instead of hundreds, for batches on a ladder of sizes."""
+"""Steps of single tokens captured as CUDA graphs: one launch instead of hundreds, for batches on a ladder of sizes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.lanes.place import LARGEST_CAPTURED_STEP
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import DecodeAttention
 
-SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, LARGEST_CAPTURED_STEP + 1, 32))
 
 
-def most_recorded(max_running: int) -> int:
-    """Sequences of the largest step that is recorded."""
-    return min(max_running, SIZES[-1])
-
-
-class Recordable(Protocol):
+class Capturable(Protocol):
     """A model whose forward gives one row for each token, and asks the device for nothing on the way."""
 
     @property
@@ -34,18 +30,16 @@ class Recordable(Protocol):
 
 
 class DecodeGraphs:
-    """A step is padded to the next size; its padding attends to nothing. A size is recorded when it is first needed."""
+    """A step is padded to the next size; its padding attends to nothing. A size is captured when it is first needed."""
 
-    def __init__(self, model: Recordable, attention: DecodeAttention) -> None:
+    def __init__(self, model: Capturable, attention: DecodeAttention) -> None:
         self.model = model
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
-        device = model.device
-        self._ids = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
-        self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
-        self._recorded: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
-        self._rows: torch.Tensor | None = None  # that any recording gives; None: nothing is recorded
-        self._pool: Any = None  # one pool of memory for all recordings
+        self._tokens = PaddedTokens(attention.max_rows, model.device)
+        self._captured: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
+        self._rows: torch.Tensor | None = None  # that any capture gives; None: nothing is captured
+        self._pool: Any = None  # one pool of memory for all captures
         self._stream: torch.cuda.Stream | None = None  # one for all: the matrix library takes a workspace for each
 
     def fits(self, inputs: ForwardInputs) -> bool:
@@ -56,28 +50,25 @@ class DecodeGraphs:
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """What the model gives for the step's tokens; the next call writes over it."""
         num_tokens = len(inputs.ids_T)
-        self._ids[:num_tokens].copy_(inputs.ids_T)
-        self._positions[:num_tokens].copy_(inputs.positions_T)
+        self._tokens.fill(inputs)
         self.attention.begin_step(inputs)
         size = min(SIZES[bisect_left(SIZES, num_tokens)], self.attention.max_rows)
         key = (size, inputs.rotary_variants[0])
         if not self.is_replaying:
             self.attention.use_rows(size)
-            return self.model.forward(
-                padded_inputs(self._ids[:size], self._positions[:size], inputs.rotary_variants[0]), self.attention
-            )[:num_tokens]
-        if key not in self._recorded:
-            self._recorded[key] = self._record(size, inputs.rotary_variants[0])
-        self._recorded[key].replay()
+            return self.model.forward(self._tokens.inputs(*key), self.attention)[:num_tokens]
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        self._captured[key].replay()
         assert self._rows is not None
         return self._rows[:num_tokens]
 
     @torch.inference_mode()
-    def can_record(self) -> bool:
-        """Whether the model asks the device for nothing: what it would then do next cannot be recorded."""
+    def can_capture(self) -> bool:
+        """Whether the model asks the device for nothing: what it would then do next cannot be captured."""
         self.attention.forget_rows()
         self.attention.use_rows(1)
-        inputs = padded_inputs(self._ids[:1], self._positions[:1], "default")
+        inputs = self._tokens.inputs(1)
         self.model.forward(inputs, self.attention)  # compiles, and that may ask
         try:
             with _asking_raises():
@@ -89,17 +80,17 @@ class DecodeGraphs:
         return True
 
     @torch.inference_mode()
-    def record_all(self) -> None:
-        """Ahead of time, so that no request waits for a recording."""
-        self.attention.forget_rows()  # a recording computes, and would write where the last step wrote
+    def capture_all(self) -> None:
+        """Captures every size ahead of time, so that no request waits for it."""
+        self.attention.forget_rows()  # a capture computes, and would write where the last step wrote
         most = self.attention.max_rows
         for size in (most, *(size for size in reversed(SIZES) if size < most)):  # smaller ones fit into the pool
-            if (size, "default") not in self._recorded:
-                self._recorded[size, "default"] = self._record(size, "default")
+            if (size, "default") not in self._captured:
+                self._captured[size, "default"] = self._capture(size, "default")
 
-    def _record(self, size: int, variant: str) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, variant: str) -> torch.cuda.CUDAGraph:
         self.attention.use_rows(size)
-        inputs = padded_inputs(self._ids[:size], self._positions[:size], variant)
+        inputs = self._tokens.inputs(size, variant)
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles the kernels; it writes what the replay will write again
@@ -117,23 +108,38 @@ class DecodeGraphs:
         return graph
 
 
-def padded_inputs(ids_T: torch.Tensor, positions_T: torch.Tensor, variant: str) -> ForwardInputs:
-    """Of a recording: which chunks the tokens belong to is told to attention when it is replayed."""
-    return ForwardInputs(
-        ids_T=ids_T,
-        positions_T=positions_T,
-        query_starts=(),
-        context_lens=(),
-        block_table=(),
-        rotary_variants=(variant,),
-        sequence_ids=(),
-        logit_rows=ids_T[:0],
-    )
+class PaddedTokens:
+    """Holds the tokens of a step where captures read them; what lies past them is padding."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._ids = torch.zeros(max_rows, dtype=torch.long, device=device)
+        self._positions = torch.zeros(max_rows, dtype=torch.long, device=device)
+        self._num_real = torch.full((1,), max_rows, dtype=torch.int32, device=device)
+
+    def fill(self, inputs: ForwardInputs) -> None:
+        num_tokens = len(inputs.ids_T)
+        self._ids[:num_tokens].copy_(inputs.ids_T)
+        self._positions[:num_tokens].copy_(inputs.positions_T)
+        self._num_real.fill_(num_tokens)
+
+    def inputs(self, size: int, variant: str = "default") -> ForwardInputs:
+        """Makes the inputs of a capture: attention is told when it is replayed which chunks the tokens belong to."""
+        return ForwardInputs(
+            ids_T=self._ids[:size],
+            positions_T=self._positions[:size],
+            query_starts=(),
+            context_lens=(),
+            block_table=(),
+            rotary_variants=(variant,),
+            sequence_ids=(),
+            logit_rows=self._ids[:0],
+            num_real_1=self._num_real,
+        )
 
 
 @contextmanager
 def _asking_raises() -> Generator[None]:
-    """For the process, and not every way of asking is seen: a recording finds the others."""
+    """Makes asking raise in the whole process; not every way of asking is seen: a capture finds the others."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,7 +152,7 @@ def _asking_raises() -> Generator[None]:
 
 @contextmanager
 def without_collection() -> Generator[None]:
-    """A forgotten graph that is collected while another is recorded would be freed on the recording stream."""
+    """A forgotten graph that is collected while another is captured would be freed on the capturing stream."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

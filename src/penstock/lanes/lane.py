@@ -1,30 +1,23 @@
-"""The lanes: what each can run, the table that picks one, and the facts that traces and JSON carry. No torch."""
+"""What a lane is: its kind in the table, its facts in documents, and what the engine asks of it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import UnknownLane, UnsupportedModel
-from penstock.models.generic_spec import GenericSpec
-from penstock.models.layer_specs import state_bytes
-from penstock.models.media_spec import NATIVE_MEDIA, text_part
-from penstock.models.packing import GROUP_SUM_BYTES, Packing, packed_sizes
-from penstock.models.spec import FAMILIES, DecoderSpec, decoder_spec, is_supported
-from penstock.plan.memory import ModelShape
+from penstock.errors import InvalidSetting, reads_text_only
+from penstock.request import MediaKey, SourceReading, Span
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.attention.backend import ForwardInputs
-
-NATIVE_TEXT = "optimized-native-text"
-NATIVE_MULTIMODAL = "optimized-native-multimodal"
-GENERIC_TEXT = "transformers-generic-text"
-GENERIC_MULTIMODAL = "transformers-generic-multimodal"
-SEQ2SEQ_SOURCE = "transformers-generic-seq2seq-source"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+    from penstock.lanes.place import Place
+    from penstock.plan.memory import MemoryModel, ModelShape
+    from penstock.plan.waves import Waves
+    from penstock.proof.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +25,26 @@ class LaneFacts:
     """`boundary` and `mask_mode` are empty while no chunking is active."""
 
     id: str  # the lane
-    eligible: bool  # the lane can read this model in chunks
-    applied: bool  # this prompt was, or would be, read in more than one chunk
-    reason: str  # why this lane, or why no chunking was active
+    eligible: bool = True  # the lane can read this model in chunks
+    applied: bool = False  # this prompt was, or would be, read in more than one chunk
+    reason: str = ""  # why this lane, or why no chunking was active
     boundary: str = ""  # where chunks may end; empty if there was one chunk
     mask_mode: str = ""  # how attention is masked; empty if there was one chunk
     # What the lane does with this model; not part of the documents.
     reads_whole: bool = False  # chunks are not exact here: prompts are read in one piece
+    reads_images: bool = False
+    reads_source: bool = False  # an encoder reads the prompt, in passes over it, and a decoder answers
     shares_prefixes: bool = True
     gives_hidden: bool = False  # hidden states can be had, for embeddings
+    keeps_codes: bool = False  # weights may stay in few bits
+    gains_from_width: bool = False  # wide chunks read the weights of experts less often
     chunk_boundary: str = "any token"
     chunk_mask_mode: str = "offset-causal"
+
+    @property
+    def reads_more_than_tokens(self) -> bool:
+        """Tells whether a prompt is made whole before it is read, so that it is neither streamed nor planned ahead."""
+        return self.reads_images or self.reads_source
 
     def after_reading(self, num_chunks: int) -> LaneFacts:
         """The facts of a prompt that was read in that many chunks."""
@@ -56,9 +58,141 @@ class LaneFacts:
         return replace(self, applied=False, reason=reason)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Whether a lane can run a model, and why or why not."""
+
+    eligible: bool
+    reason: str
+    gains_from_width: bool = False  # the model has experts, and the lane runs them in few kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneKind:
+    """One row of the table: what a lane says of a model before anything is loaded, and the class that loads it.
+
+    The loader of a lane that is proven model by model has `library_class`, which finds the class to prove.
+    """
+
+    facts: LaneFacts  # those that hold for every model
+    claim: Callable[[Mapping[str, Any]], Claim]  # from a model's config
+    price: Callable[[Place, Verdict | None], MemoryModel]  # what a model costs; the plan and the loader both ask
+    loader: str  # module:class, imported when a model is loaded
+    needs_transformers: bool = True  # it is imported, and takes its share of memory
+    is_checked: bool = False  # foreign code runs the model, so that each has to be proven
+    is_own_kind: bool = False  # a model of it is of a kind that no lane before it reads, which needs no excuse
+
+    @property
+    def id(self) -> str:
+        return self.facts.id
+
+    def loader_class(self) -> type[Any]:
+        """Imports what runs the lane: torch, and with some lanes transformers."""
+        return resolve_name(self.loader)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a lane is to read: token ids, or a text with placeholders and the images that belong there."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    images: tuple[Any, ...] = ()
+    adds_special_tokens: bool = True  # to the text
+    answer_start: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """What a prompt is held to before work goes into it."""
+
+    refuse_too_long: Callable[[int], None]  # given its number of tokens
+    free_bytes: int  # that an encoder may take besides its own
+
+
+class LanePrompt(Protocol):
+    """A prompt as its lane reads it. Scheduler and engine carry it and do not look inside."""
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The token ids that are scheduled; a source's passes are more of them than it has tokens."""
+        ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def atomic(self) -> tuple[Span, ...]:
+        """Spans that no chunk may end in."""
+        ...
+
+    @property
+    def keys(self) -> tuple[MediaKey, ...]:
+        """What tokens depend on besides their ids."""
+        ...
+
+    @property
+    def source(self) -> SourceReading | None: ...
+
+    @property
+    def why_no_logprobs(self) -> str:
+        """Empty where the prompt's tokens have log-probabilities."""
+        ...
+
+    @property
+    def is_encoding(self) -> bool:
+        """Tells whether `encode_next` must be called before the prompt can be read."""
+        ...
+
+    def encode_next(self) -> None:
+        """Encodes one more part, such as an image."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPrompt:
+    """A prompt of tokens alone, or a source and the start of its answer."""
+
+    positions: tuple[int, ...]
+    source: SourceReading | None = None
+    why_no_logprobs: str = ""
+    atomic: tuple[Span, ...] = ()
+    keys: tuple[MediaKey, ...] = ()
+    is_encoding: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions) if self.source is None else self.source.num_tokens
+
+    def encode_next(self) -> None:
+        """Does nothing: tokens are ready to be read."""
+
+
 class Lane(Protocol):
     facts: LaneFacts
     shape: ModelShape
+    max_prompt: int | None  # tokens of a prompt, where that is less than the context; None: it is not
+    placeholder: int | None  # the token that stands for an image; None: there is none
+
+    @property
+    def captures_steps(self) -> bool:
+        """Tells whether `capture` makes something for steps with prompt chunks."""
+        ...
+
+    @property
+    def waves(self) -> Waves | None:
+        """The waves in which a GPU attends; None where they are not known."""
+        ...
+
+    def prompt(self, ask: Asked, limits: PromptLimits) -> LanePrompt:
+        """Makes what is asked into a prompt of this lane, or refuses it."""
+        ...
+
+    def refuse_too_long(self, num_tokens: int, *, is_all: bool = True) -> None: ...
+
+    def begin(self, sequence_id: int, prompt: Any) -> None:
+        """Takes a prompt of this lane, which a sequence will read from its start."""
+        ...
 
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         """Float32 logits of `inputs.logit_rows`."""
@@ -68,206 +202,48 @@ class Lane(Protocol):
         """Frees what the lane itself keeps of a sequence that ended or must begin again."""
         ...
 
+    def capture(self) -> None:
+        """Makes ahead of time what would be made in the middle of requests."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Whether a lane can run a model, and why or why not."""
-
-    eligible: bool
-    reason: str
-
-
-def _native_text(config: Mapping[str, Any]) -> Claim:
-    model_type = config.get("model_type")
-    if not is_supported(config):
-        return Claim(eligible=False, reason=f"{model_type} has no native decoder")
-    try:
-        decoder_spec(config)
-    except UnsupportedModel as error:
-        return Claim(eligible=False, reason=str(error).rstrip("."))
-    return Claim(eligible=True, reason=f"{model_type} has a native decoder")
+    def use_products(self, num_tokens: int) -> None:
+        """Uses the matrix kernels of a step of that size, so that no request waits until they are loaded."""
+        ...
 
 
-def _native_multimodal(config: Mapping[str, Any]) -> Claim:
-    """The decoder's own config may be left to the library in part; then its type alone is known."""
-    model_type, images = config.get("model_type"), _generic_multimodal(config)
-    if not images.eligible:
-        return images
-    if model_type not in NATIVE_MEDIA:
-        return Claim(eligible=False, reason=f"the decoder of {model_type} is not native")
-    text = text_part(config)
-    named = (text or config.get("text_config") or {}).get("model_type")
-    if named is not None and named not in FAMILIES:
-        return Claim(eligible=False, reason=f"{model_type} has a decoder of type {named}, which is not native")
-    if text is not None:
-        claim = _native_text(text)
-        if not claim.eligible:
-            return claim
-    return Claim(eligible=True, reason=f"{model_type} reads text and images; its decoder is native")
+class TextLane:
+    """What most lanes have in common: prompts of tokens, nothing kept of a sequence, nothing made ahead of time."""
 
+    facts: LaneFacts
+    max_prompt: int | None = None
+    placeholder: int | None = None
 
-def _generic_text(config: Mapping[str, Any]) -> Claim:
-    obstacle = _generic_obstacle(config)
-    if obstacle is not None:
-        return Claim(eligible=False, reason=obstacle)
-    architectures = config.get("architectures") or []
-    names = ", ".join(architectures) or "unnamed"
-    if architectures and not any(name.endswith(CAUSAL_ENDINGS) for name in architectures):
-        return Claim(eligible=False, reason=f"{names} is no causal language model")
-    for part in ("vision_config", "audio_config"):
-        if part in config:
-            return Claim(eligible=False, reason=f"{names} has a {part}: it reads more than text")
-    if config.get("is_encoder_decoder"):
-        return Claim(eligible=False, reason=f"{names} has an encoder beside its decoder")
-    return Claim(eligible=True, reason=f"{config['model_type']} is run by transformers")
+    @property
+    def captures_steps(self) -> bool:
+        return False
 
+    @property
+    def waves(self) -> Waves | None:
+        return None
 
-def _generic_multimodal(config: Mapping[str, Any]) -> Claim:
-    model_type = config.get("model_type")
-    if "vision_config" not in config:
-        return Claim(eligible=False, reason=f"{model_type} has no vision_config: it reads no images")
-    obstacle = _generic_obstacle(config)
-    if obstacle is not None:
-        return Claim(eligible=False, reason=obstacle)
-    architectures = config.get("architectures") or []
-    if architectures and not any(name.endswith(IMAGE_TEXT_ENDINGS) for name in architectures):
-        return Claim(eligible=False, reason=f"{', '.join(architectures)} is no image-text model")
-    if config.get("is_encoder_decoder"):
-        return Claim(eligible=False, reason=f"{model_type} has images and an encoder beside its decoder")
-    return Claim(eligible=True, reason=f"{model_type} reads text and images, run by transformers")
+    def prompt(self, ask: Asked, limits: PromptLimits) -> LanePrompt:
+        if ask.images:
+            raise reads_text_only(len(ask.images), self.facts.id)
+        if ask.answer_start:
+            raise InvalidSetting("answer_start is for encoder-decoder models. Give it as part of the prompt.")
+        return TextPrompt(positions=ask.tokens)
 
+    def refuse_too_long(self, num_tokens: int, *, is_all: bool = True) -> None:
+        """Refuses nothing: the context says how long a prompt may be."""
 
-def _seq2seq_source(config: Mapping[str, Any]) -> Claim:
-    model_type = config.get("model_type")
-    if not config.get("is_encoder_decoder"):
-        return Claim(eligible=False, reason=f"{model_type} is no encoder-decoder model")
-    obstacle = _generic_obstacle(config)
-    return Claim(eligible=obstacle is None, reason=obstacle or f"{model_type} is an encoder-decoder model")
+    def begin(self, sequence_id: int, prompt: Any) -> None:
+        """Does nothing: tokens come with the steps."""
 
+    def release(self, sequence_id: int) -> None:
+        """Does nothing: what is kept of a sequence are its blocks, and the scheduler gives them back."""
 
-def _generic_obstacle(config: Mapping[str, Any]) -> str | None:
-    """What keeps any model from being run by transformers here."""
-    if not config.get("model_type"):
-        return "config.json names no model_type"
-    if config.get("auto_map"):
-        return "the model comes with code of its own (auto_map), and such code is never run"
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
-        return f"its weights are quantized by {method}, which is not read; take the unquantized ones or a GGUF file"
-    return None
+    def capture(self) -> None:
+        """Does nothing."""
 
-
-CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForCausalLMWithValueHead")
-IMAGE_TEXT_ENDINGS = ("ForConditionalGeneration", "ForImageTextToText")
-# In the order of preference. A model goes to the first lane that claims it.
-LANES: Mapping[str, Callable[[Mapping[str, Any]], Claim]] = {
-    NATIVE_TEXT: _native_text,
-    NATIVE_MULTIMODAL: _native_multimodal,
-    GENERIC_TEXT: _generic_text,
-    GENERIC_MULTIMODAL: _generic_multimodal,
-    SEQ2SEQ_SOURCE: _seq2seq_source,
-}
-LANE_IDS = tuple(LANES)
-CHECKED_LANES = (GENERIC_TEXT, GENERIC_MULTIMODAL, SEQ2SEQ_SOURCE)  # run by transformers, and proven model by model
-
-
-def pick_lane(config: Mapping[str, Any], requested: str | None) -> LaneFacts:
-    """The lane for a model, from its own config, and why."""
-    if requested is not None and requested not in LANES:
-        raise UnknownLane(f"Lane {requested!r} does not exist; lanes are {', '.join(LANES)}.")
-    if requested is not None:
-        claim = LANES[requested](config)
-        if not claim.eligible:
-            raise UnknownLane(f"Lane {requested!r} cannot run this model: {claim.reason}. Leave --lane out.")
-        return _facts(requested, f"{claim.reason}; asked for by --lane")
-    reasons: list[str] = []
-    for lane_id, claims in LANES.items():
-        claim = claims(config)
-        if claim.eligible:
-            is_own_kind = lane_id in (NATIVE_MULTIMODAL, GENERIC_MULTIMODAL, SEQ2SEQ_SOURCE)
-            return _facts(lane_id, claim.reason if is_own_kind else "; ".join([*reasons[:1], claim.reason]))
-        reasons.append(claim.reason)
-    architectures = ", ".join(config.get("architectures") or []) or "unnamed"
-    if obstacle := _generic_obstacle(config):  # it stands in the way of every lane but the native one
-        reasons = [reasons[0], obstacle]
-    raise UnsupportedModel(
-        f"The architecture {config.get('model_type')!r} ({architectures}) is not supported by any lane: "
-        f"{'; '.join(dict.fromkeys(reversed(reasons)))}. Native decoders are {', '.join(sorted(FAMILIES))}."
-    )
-
-
-def _facts(lane_id: str, reason: str) -> LaneFacts:
-    facts = LaneFacts(id=lane_id, eligible=True, applied=False, reason=reason)
-    if lane_id == SEQ2SEQ_SOURCE:
-        return replace(facts, chunk_boundary="any row of any layer", chunk_mask_mode="bidirectional")
-    if lane_id == GENERIC_MULTIMODAL:
-        return replace(facts, shares_prefixes=False, chunk_mask_mode="the model's own")
-    return replace(facts, gives_hidden=lane_id == NATIVE_TEXT)
-
-
-def native_shape(
-    config: Mapping[str, Any], dtype: str, packing: Packing | None = None, *, multiplies_codes: bool = False
-) -> ModelShape:
-    """`multiplies_codes`: packed matrices are not unpacked for a product."""
-    spec = decoder_spec(config)
-    packed = packed_sizes(spec, packing) if packing is not None else None
-    return ModelShape(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        intermediate_size=spec.widest_mlp,
-        vocab_size=spec.vocab_size,
-        num_parameters=spec.num_parameters,
-        largest_matrix=0 if packed and packed.are_all and multiplies_codes else _largest_matrix(spec),
-        dtype_bytes=DTYPE_BYTES[dtype],
-        max_context=spec.max_context,
-        attends_through_scores=spec.attention_softcap is not None,
-        num_packed=packed.num_values if packed else 0,
-        packed_bytes=packed.num_bytes if packed else 0,
-        unpacked_tile_bytes=packed.tile_values * DTYPE_BYTES[dtype] if packed and not multiplies_codes else 0,
-        group_sum_bytes_per_token=packed.most_groups * GROUP_SUM_BYTES if packed and multiplies_codes else 0,
-        **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
-    )
-
-
-def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
-    if spec.recurrent is None:
-        return {}
-    num_layers = len(spec.recurrent_layers)
-    in_dtype, in_float32 = spec.recurrent.values_per_token
-    return {
-        "num_recurrent_layers": num_layers,
-        "state_bytes": num_layers * state_bytes(spec.recurrent, dtype_bytes),
-        "recurrent_bytes_per_token": in_dtype * dtype_bytes + in_float32 * 4,
-    }
-
-
-def _largest_matrix(spec: DecoderSpec) -> int:
-    recurrent_rows = spec.recurrent.widest_rows if spec.recurrent else 0
-    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, recurrent_rows)
-
-
-def generic_shape(
-    spec: GenericSpec, *, num_parameters: int, dtype: str, keeps_own_cache: bool, attends_through_scores: bool = False
-) -> ModelShape:
-    """`keeps_own_cache`: keys grow by copying, and heads are repeated, layer by layer."""
-    item_bytes = DTYPE_BYTES[dtype]
-    copied = 2 * item_bytes * spec.head_size * (spec.num_heads + spec.num_kv_heads)
-    return ModelShape(
-        num_layers=spec.num_kv_layers,
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        num_parameters=num_parameters,
-        largest_matrix=spec.largest_matrix,
-        dtype_bytes=item_bytes,
-        max_context=spec.max_context,
-        attends_through_scores=attends_through_scores,
-        state_bytes=spec.state_bytes,
-        copied_bytes_per_token=copied if keeps_own_cache and spec.num_kv_layers else 0,
-    )
+    def use_products(self, num_tokens: int) -> None:
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""Steps with prompt chunks as CUDA graphs: what lies between two attentions is recorded, the attentions are launched.
+"""Steps with prompt chunks as CUDA graphs: what lies between two attentions is captured, the attentions are launched.
 
 Attention depends on every chunk's length and context, the rest of a layer on the number of tokens alone.
 """
@@ -16,18 +16,18 @@ import torch
 
 from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
 from penstock.config import GPU_STEP_SIZES
-from penstock.lanes.graphs import padded_inputs, without_collection
+from penstock.lanes.graphs import PaddedTokens, without_collection
 from penstock.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import PiecewiseAttention
 
-MOST_TOKENS = 2048  # larger steps last longer than their launches
-SIZES = tuple(size for size in GPU_STEP_SIZES if size <= MOST_TOKENS)
+MAX_TOKENS = 2048  # larger steps last longer than their launches
+SIZES = tuple(size for size in GPU_STEP_SIZES if size <= MAX_TOKENS)
 
 
-def recorded_size(num_tokens: int) -> int:
-    """Of the recording that such a step is padded to; the largest where it has none."""
+def captured_size(num_tokens: int) -> int:
+    """Finds the size that such a step is padded to; the largest where nothing captured holds it."""
     return next((size for size in SIZES if size >= num_tokens), SIZES[-1])
 
 
@@ -51,38 +51,34 @@ class StepPieces:
         self.decoder = decoder
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
-        device = decoder.device
-        self._ids = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
-        self._positions = torch.zeros(attention.max_rows, dtype=torch.long, device=device)
-        self._hidden: torch.Tensor | None = None  # of any recording; None: nothing is recorded
-        self._recorded: dict[int, tuple[Piece, ...]] = {}
+        self._tokens = PaddedTokens(attention.max_rows, decoder.device)
+        self._hidden: torch.Tensor | None = None  # of any capture; None: nothing is captured
+        self._captured: dict[int, tuple[Piece, ...]] = {}
 
     def fits(self, inputs: ForwardInputs) -> bool:
-        """Only what was recorded ahead of time: recording takes longer than launching once."""
+        """Tells whether the step was captured ahead of time: capturing takes longer than launching once."""
         is_plain = set(inputs.rotary_variants) == {"default"}
-        return is_plain and self._size(len(inputs.ids_T)) in self._recorded
+        return is_plain and self._size(len(inputs.ids_T)) in self._captured
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""
         num_tokens = len(inputs.ids_T)
         size = self._size(num_tokens)
-        self._ids[:num_tokens].copy_(inputs.ids_T)
-        self._positions[:num_tokens].copy_(inputs.positions_T)
+        self._tokens.fill(inputs)
         self.attention.begin_step(inputs)
         self.attention.use_slots_of(size)
         if not self.is_replaying:
-            inputs = padded_inputs(self._ids[:size], self._positions[:size], "default")
-            return self.decoder.forward(inputs, _Launched(self.attention, size))[:num_tokens]
-        assert self._hidden is not None, "record_all comes first"
-        for piece in self._recorded[size]:
+            return self.decoder.forward(self._tokens.inputs(size), _Launched(self.attention, size))[:num_tokens]
+        assert self._hidden is not None, "capture_all comes first"
+        for piece in self._captured[size]:
             piece.graph.replay()
             if piece.then is not None:
                 self.attention.attend_rows(size, piece.then.layer, piece.then.rule, piece.then.sinks_H)
         return self._hidden[:num_tokens]
 
     @torch.inference_mode()
-    def record_all(self) -> None:
-        if self._recorded:
+    def capture_all(self) -> None:
+        if self._captured:
             return
         self.attention.prepare()
         width, dtype = self.decoder.spec.hidden_size, self.decoder.dtype
@@ -90,22 +86,22 @@ class StepPieces:
         found: dict[int, tuple[Piece, ...]] = {}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        pool: Any = None  # one pool of memory for all recordings: no two are replayed at once
+        pool: Any = None  # one pool of memory for all captures: no two are replayed at once
         with torch.cuda.stream(stream):
             for size in reversed([size for size in SIZES if size <= self.attention.max_rows]):
                 self.attention.use_rows(size)
-                inputs = padded_inputs(self._ids[:size], self._positions[:size], "default")
+                inputs = self._tokens.inputs(size)
                 self.decoder.forward(inputs, _Dry(self.attention, size))  # compiles the kernels
                 torch.cuda.synchronize()
-                recording = _Recording(self.attention, size, pool)
+                capture = _Capture(self.attention, size, pool)
                 with without_collection():
-                    found[size] = recording.record(self.decoder, inputs, self._hidden[:size])
-                pool = recording.pool
+                    found[size] = capture.capture(self.decoder, inputs, self._hidden[:size])
+                pool = capture.pool
         torch.cuda.current_stream().wait_stream(stream)
-        self._recorded = found
+        self._captured = found
 
     def _size(self, num_tokens: int) -> int:
-        """0 where the step is larger than any that is recorded."""
+        """0 where the step is larger than any that is captured."""
         index = bisect_left(SIZES, num_tokens)
         return SIZES[index] if index < len(SIZES) else 0
 
@@ -113,7 +109,7 @@ class StepPieces:
 class _Dry:
     """Takes attention's place without attending."""
 
-    name = "recording"
+    name = "capture"
     failure = None
 
     def __init__(self, attention: PiecewiseAttention, size: int) -> None:
@@ -121,7 +117,7 @@ class _Dry:
         self._size = size
 
     def begin_step(self, inputs: ForwardInputs) -> None:
-        raise AssertionError("a recording is no step")
+        raise AssertionError("a capture is no step")
 
     def store(
         self,
@@ -141,7 +137,7 @@ class _Dry:
 
 
 class _Launched(_Dry):
-    """Attends after all, over the rows of a recording."""
+    """Attends after all, over the rows of a capture."""
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
@@ -150,8 +146,8 @@ class _Launched(_Dry):
         return super().attend(layer, q_THD, rule, sinks_H)
 
 
-class _Recording(_Dry):
-    """Where a layer attends, one piece ends and the next begins."""
+class _Capture(_Dry):
+    """Captures a step: where a layer attends, one piece ends and the next begins."""
 
     def __init__(self, attention: PiecewiseAttention, size: int, pool: Any) -> None:
         super().__init__(attention, size)
@@ -159,7 +155,7 @@ class _Recording(_Dry):
         self._pieces: list[Piece] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def record(self, decoder: Decoder, inputs: ForwardInputs, out_TM: torch.Tensor) -> tuple[Piece, ...]:
+    def capture(self, decoder: Decoder, inputs: ForwardInputs, out_TM: torch.Tensor) -> tuple[Piece, ...]:
         self._begin()
         try:
             out_TM.copy_(decoder.forward(inputs, self))
@@ -187,7 +183,7 @@ class _Recording(_Dry):
         self._pieces.append(Piece(graph=self._graph, then=then))
 
     def _abandon(self) -> None:
-        """Ends the recording under way, so that the error is told and not that a recording is under way."""
+        """Ends the capture under way, so that the error is told and not that a capture is under way."""
         assert self._graph is not None
         with suppress(RuntimeError):
             self._graph.capture_end()

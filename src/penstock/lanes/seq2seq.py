@@ -15,11 +15,16 @@ from typing import Any
 import torch
 
 from penstock.attention.backend import ForwardInputs
-from penstock.errors import InvalidModelFile, InvalidSetting, PromptTooLong
-from penstock.lanes.lane import LaneFacts
-from penstock.lanes.source_decoder import CrossStates, SourceDecoder
-from penstock.lanes.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
+from penstock.errors import InvalidModelFile, InvalidSetting, PromptTooLong, counted
+from penstock.foreign.pretrained import load_causal, quiet_library, seq2seq_class
+from penstock.foreign.source_decoder import CrossStates, SourceDecoder
+from penstock.foreign.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
+from penstock.lanes.lane import Asked, LaneFacts, PromptLimits, TextLane, TextPrompt
+from penstock.lanes.loading import LoadedLane, Loading, require_folder
+from penstock.models.files import ModelFiles
+from penstock.models.seq2seq_spec import seq2seq_spec
 from penstock.plan.memory import ModelShape
+from penstock.proof.source import check_real_encoder
 from penstock.request import SourceReading
 
 # What generation_config.json may ask for and is not done here: name -> the value that asks for nothing.
@@ -84,7 +89,7 @@ class _Reading:
     cache: Any = None  # None until the source is read
 
 
-class Seq2SeqLane:
+class Seq2SeqLane(TextLane):
     """`why_no_start`: why an answer that is begun cannot be read in chunks; empty where it can."""
 
     def __init__(
@@ -98,41 +103,43 @@ class Seq2SeqLane:
         self.facts = facts
         self.encoder = None if facts.reads_whole else TiledEncoder(encoder_of(model))
         self.num_positions = position_limit(encoder_of(model))
-        self.max_source = max_source if self.num_positions is None else min(max_source, self.num_positions)
+        self._max_source = max_source if self.num_positions is None else min(max_source, self.num_positions)
+        self.max_prompt = self._max_source
         self._readings: dict[int, _Reading] = {}
 
     @property
     def num_passes(self) -> int:
-        """Over the source: those of the encoder and one for the decoder's keys and values. One where read whole."""
+        """Counts passes over the source: the encoder's, and one for the decoder's keys and values; read whole, one."""
         return 1 if self.encoder is None else self.encoder.num_passes + 1
 
-    def refuse_too_long(self, num_tokens: int) -> None:
+    def refuse_too_long(self, num_tokens: int, *, is_all: bool = True) -> None:
+        has = f"The source has {counted(num_tokens, is_all=is_all)}"
         if self.num_positions is not None and num_tokens > self.num_positions:
+            raise PromptTooLong(f"{has}; the model has positions for {self.num_positions}. Shorten the source.")
+        if num_tokens > self._max_source:
             raise PromptTooLong(
-                f"The source has {num_tokens} tokens or more; the model has positions for {self.num_positions}. "
-                "Shorten the source."
-            )
-        if num_tokens > self.max_source:
-            raise PromptTooLong(
-                f"The source has {num_tokens} tokens or more; the model was trained for {self.max_source}. Shorten "
-                "it or, to go past that, raise --context."
+                f"{has}; the model was trained for {self._max_source}. Shorten it or, to go past that, raise --context."
             )
 
-    def prompt(self, source: Sequence[int], answer_start: Sequence[int] = ()) -> tuple[tuple[int, ...], SourceReading]:
+    def prompt(self, ask: Asked, limits: PromptLimits) -> TextPrompt:
         """The positions of a request: source tokens in the first pass, nothing new in the others, then the answer's
         start, which is read in chunks like any tokens."""
-        if answer_start and self.why_no_start:
+        if ask.images:
+            super().prompt(ask, limits)  # refuses them
+        limits.refuse_too_long(len(ask.tokens))
+        if ask.answer_start and self.why_no_start:
             raise InvalidSetting(f"A begun answer is not exact on this model: {self.why_no_start}. Leave it out.")
-        start = (*self.rules.start_tokens, *answer_start)
+        start = (*self.rules.start_tokens, *ask.answer_start)
         if (limit := self.decoder.max_positions) is not None and len(start) >= limit:
             raise PromptTooLong(
                 f"The answer begins with {len(start)} tokens; the decoder has positions for {limit}. Shorten its start."
             )
-        reading = SourceReading(
-            num_tokens=len(source), num_passes=self.num_passes, max_answer_tokens=self.decoder.max_positions
+        source = SourceReading(
+            num_tokens=len(ask.tokens), num_passes=self.num_passes, max_answer_tokens=self.decoder.max_positions
         )
-        filler = (0,) * (reading.num_positions - len(source))
-        return (*source, *filler, *start), reading
+        filler = (0,) * (source.num_positions - len(ask.tokens))
+        why = "An encoder gives its source no log-probabilities. Leave prompt_logprobs out."
+        return TextPrompt(positions=(*ask.tokens, *filler, *start), source=source, why_no_logprobs=why)
 
     @torch.no_grad()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -191,3 +198,40 @@ class Seq2SeqLane:
             self.decoder.add_keys(reading.cross, source.hidden_BSM[:, rows], rows.start)
         if end == num_encoding + num_tokens:
             reading.cache = self.decoder.cache(reading.cross)
+
+
+class Seq2SeqLoader:
+    library_class = staticmethod(seq2seq_class)
+
+    def __init__(self, files: ModelFiles) -> None:
+        require_folder(files, "Encoder-decoder")
+        self.model_class, self.model_config = self.library_class(files)
+        self.spec = seq2seq_spec(files.config)
+
+    @quiet_library()
+    def load(self, loading: Loading) -> LoadedLane:
+        place, memory, max_source = loading.place, loading.memory, loading.max_context
+        model = load_causal(place.files, self.model_class, self.model_config, loading.dtype, loading.device)
+        checks = loading.checks.with_real_weights(model, lambda: check_real_encoder(model))
+        chunked = checks.verdict.answer_chunks
+        lane = Seq2SeqLane(
+            model,
+            facts=checks.facts(model),
+            shape=memory.shape,
+            max_source=max_source,
+            why_no_start="" if chunked is None or chunked.exact else chunked.reason,
+        )
+        return LoadedLane(
+            lane=lane,
+            spec=self.spec,
+            memory=memory,
+            num_tokens=min(place.room(memory), 2 * max_source * place.config.max_running),
+            max_context=2 * max_source,
+            adjustments=lane.rules.not_done,
+            eos_ids=_end_tokens(model.generation_config),
+        )
+
+
+def _end_tokens(generation_config: Any) -> frozenset[int]:
+    found = getattr(generation_config, "eos_token_id", None)
+    return frozenset(found if isinstance(found, list) else [] if found is None else [found])

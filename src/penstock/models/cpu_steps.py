@@ -4,86 +4,62 @@
 
 from __future__ import annotations
 
-import ctypes
-from enum import IntEnum
+from typing import Any
 
 import torch
 
 from penstock.attention.backend import AttentionBackend, ForwardInputs
-from penstock.attention.c_library import c_kernels
 from penstock.attention.cpu import CpuAttention
-from penstock.attention.cpu_compiled import LARGEST_GROUP, AttentionCall, CompiledAttention, Heads, StoreCall
-from penstock.models.cpu_layers import GELU_TANH, GateCall, NormCall, ProductCall, product_workspace
+from penstock.attention.cpu_compiled import LARGEST_GROUP, CompiledAttention, heads
+from penstock.kernels.build import ffi
+from penstock.kernels.calls import CKernels, address, c_kernels
+from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, product_workspace
 from penstock.models.decoder import Attention, Decoder, Layer
-from penstock.models.layers import GatedMlp, Linear, PackedLinear, RmsNorm
-from penstock.models.packing import GROUP, Format
+from penstock.models.layers import GatedMlp, Linear, QuantizedLinear, RmsNorm
+from penstock.models.quantization import GROUP
 
-MOST_ROWS = 1088  # a chunk of 1,024 and tokens beside it
-
-
-class _Kind(IntEnum):
-    """`enum kind` of cpu_steps.c."""
-
-    NORM = 0
-    PRODUCT = 1
-    PACKED_PRODUCT = 2
-    STORE = 3
-    ATTEND = 4
-    GATE = 5
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [("to", ctypes.c_void_p), ("kind", ctypes.c_int64)]
-
-
-class _Step(ctypes.Structure):
-    """`struct step` of cpu_steps.c."""
-
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("calls", "layout", "workspace")],
-        *[(name, ctypes.c_int32) for name in ("num_calls", "num_rows")],
-    ]
+MAX_ROWS = 1088  # a chunk of 1,024 and tokens beside it
 
 
 class CompiledSteps:
     """The calls are listed once, over memory that every step uses again; C fills in what a step changes."""
 
-    def __init__(self, decoder: Decoder, attention: CpuAttention, compiled: CompiledAttention) -> None:
+    def __init__(
+        self, kernels: CKernels, decoder: Decoder, attention: CpuAttention, compiled: CompiledAttention
+    ) -> None:
         spec = decoder.spec
+        self._kernels = kernels
         self._decoder = decoder
         self._attention = attention
         self._compiled = compiled
-        heads, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        q_rows, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         self._hidden_RM = _rows(spec.hidden_size, decoder.residual_dtype)
         self._normed_RM = _rows(spec.hidden_size)
         # What attention and the MLP make of them is never needed at the same time: it lies in the same memory.
-        in_attention = [spec.qkv_rows, heads, heads, *([heads, kv_rows] if spec.qk_norm else [])]
+        in_attention = [spec.qkv_rows, q_rows, q_rows, *([q_rows, kv_rows] if spec.qk_norm else [])]
         in_mlp = [2 * spec.intermediate_size, spec.intermediate_size]
         shared = _rows(max(sum(in_attention), sum(in_mlp)))
         self._qkv, self._rotated, self._attended, *self._normed_heads = _parts(shared, in_attention)
         self._gate_up, self._gated_RF = _parts(shared, in_mlp)
-        self._most_inputs = max(spec.hidden_size, heads, spec.intermediate_size)
-        self._group_sums = torch.empty(MOST_ROWS * self._most_inputs // GROUP)
+        self._most_inputs = max(spec.hidden_size, q_rows, spec.intermediate_size)
+        self._group_sums = torch.empty(MAX_ROWS * self._most_inputs // GROUP)
         self._rotations = {
             name: tuple(_rows(rotary.spec.num_dims // 2) for _ in range(2)) for name, rotary in decoder.rotaries.items()
         }
-        self._calls: list[tuple[_Kind, ctypes.Structure]] = []
+        self._calls: list[tuple[int, Any]] = []  # (kind, struct), kept alive: the table holds their addresses
         for layer in decoder.layers:
             assert isinstance(layer.mixer, Attention)
             assert isinstance(layer.mlp, GatedMlp)
             self._list_attention(layer, layer.mixer)
             self._list_mlp(layer.norms["post_attention_layernorm"], layer.mlp)
-        self._table = (_Call * len(self._calls))(
-            *[_Call(to=ctypes.addressof(call), kind=kind) for kind, call in self._calls]
-        )
+        calls = [{"kind": kind, "with": int(ffi().cast("uintptr_t", call))} for kind, call in self._calls]
+        self._table = ffi().new("struct call[]", calls)
 
     def fits(self, inputs: ForwardInputs) -> bool:
-        return 0 < len(inputs.ids_T) <= MOST_ROWS and c_kernels() is not None
+        return 0 < len(inputs.ids_T) <= MAX_ROWS and c_kernels() is not None
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""
-        kernels = c_kernels()
-        assert kernels is not None, "asked for a step that does not fit"
         num_rows = len(inputs.ids_T)
         hidden_TM = self._hidden_RM[:num_rows].copy_(self._decoder.embedded(inputs.ids_T))
         for name, rotation in self._decoder.rotations(inputs).items():
@@ -92,14 +68,10 @@ class CompiledSteps:
             sines[:num_rows].copy_(rotation.sin_T1R[:, 0])
         self._attention.begin_step(inputs)
         layout = self._compiled.layout(self._decoder.spec.num_heads)
-        step = _Step(
-            calls=ctypes.addressof(self._table),
-            layout=ctypes.addressof(layout),
-            workspace=product_workspace(kernels, num_rows, self._most_inputs, layout.num_threads).data_ptr(),
-            num_calls=len(self._table),
-            num_rows=num_rows,
-        )
-        kernels.library.penstock_run_step(ctypes.byref(step))
+        workspace = product_workspace(self._kernels, num_rows, self._most_inputs, layout.num_threads)
+        fields = {"calls": self._table, "layout": layout, "workspace": workspace.data_ptr()}
+        step = ffi().new("struct step *", fields | {"num_calls": len(self._table), "num_rows": num_rows})
+        self._kernels.library.penstock_run_step(step)
         return hidden_TM
 
     def _list_attention(self, layer: Layer, mixer: Attention) -> None:
@@ -111,97 +83,69 @@ class CompiledSteps:
             normed_queries, normed_keys = self._normed_heads
             q = self._list_norm(layer.norms["self_attn.q_norm"], q, normed_queries)
             k = self._list_norm(layer.norms["self_attn.k_norm"], k, normed_keys)
-        queries, keys, values = (
-            Heads.of(x.unflatten(-1, (heads, -1)))
-            for x, heads in ((q, spec.num_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
-        )
-        key_pages, value_pages = self._compiled.pages(mixer.index)
-        store = StoreCall(
-            queries=queries,
-            keys=keys,
-            values=values,
-            rotated=self._rotated.data_ptr(),
-            key_pages=key_pages,
-            value_pages=value_pages,
-            block_size=self._attention.block_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-        )
+        keys, values = self._compiled.pages(mixer.index)
+        store = {
+            "queries": heads(q.unflatten(-1, (spec.num_heads, -1))),
+            "keys": heads(k.unflatten(-1, (spec.num_kv_heads, -1))),
+            "values": heads(v.unflatten(-1, (spec.num_kv_heads, -1))),
+            "rotated": self._rotated.data_ptr(),
+            "key_pages": keys,
+            "value_pages": values,
+            "block_size": self._attention.block_size,
+            "num_heads": spec.num_heads,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+        }
         if layer.spec.rotary:
             cosines, sines = self._rotations[layer.spec.rotary]
-            store.cosines, store.sines, store.half = cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]
-        self._calls.append((_Kind.STORE, store))
-        attend = AttentionCall(
-            queries=self._rotated.data_ptr(),
-            out=self._attended.data_ptr(),
-            keys=key_pages,
-            values=value_pages,
-            sinks=None if mixer.sinks_H is None else mixer.sinks_H.data_ptr(),
-            num_heads=spec.num_heads,
-            window=mixer.rule.window or 0,
-            scale=mixer.rule.scale,
-            softcap=mixer.rule.softcap or 0.0,
-        )
-        self._calls.append((_Kind.ATTEND, attend))
+            store |= {"cosines": cosines.data_ptr(), "sines": sines.data_ptr(), "half": cosines.shape[-1]}
+        self._list("store", store)
+        attend = {
+            "queries": self._rotated.data_ptr(),
+            "out": self._attended.data_ptr(),
+            "keys": keys,
+            "values": values,
+            "sinks": address(mixer.sinks_H),
+            "num_heads": spec.num_heads,
+            "window": mixer.rule.window or 0,
+            "scale": mixer.rule.scale,
+            "softcap": mixer.rule.softcap or 0.0,
+        }
+        self._list("attention", attend)
         self._list_product(mixer.output, self._attended, self._hidden_RM, adds=True)
 
     def _list_mlp(self, norm: RmsNorm, mlp: GatedMlp) -> None:
         self._list_norm(norm, self._hidden_RM, self._normed_RM)
         self._list_product(mlp.gate_up, self._normed_RM, self._gate_up)
-        gate = GateCall(
-            gate_up=self._gate_up.data_ptr(),
-            output=self._gated_RF.data_ptr(),
-            width=self._gated_RF.shape[1],
-            is_gelu=mlp.activation == GELU_TANH,
-        )
-        self._calls.append((_Kind.GATE, gate))
+        self._list("gate", gate_fields(self._gate_up, self._gated_RF, mlp.activation))
         self._list_product(mlp.down, self._gated_RF, self._hidden_RM, adds=True)
 
     def _list_norm(self, norm: RmsNorm, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Over parts of a row as wide as the weight: all of it, or each head."""
-        width = norm.weight.numel()
-        call = NormCall(
-            input=x.data_ptr(),
-            outer_stride=x.stride(0),
-            inner_stride=width,
-            output=out.data_ptr(),
-            weight=norm.weight.data_ptr(),
-            num_inner=x.shape[1] // width,
-            width=width,
-            is_wide=x.dtype == torch.float32,
-            eps=norm.eps,
-        )
-        self._calls.append((_Kind.NORM, call))
+        """Normalises parts of a row as wide as the weight: all of it, or each head."""
+        parts = x.unflatten(-1, (-1, norm.weight.numel()))
+        self._list("norm", norm_fields(parts, norm.weight, out, norm.eps))
         return out
 
     def _list_product(
-        self, linear: Linear | PackedLinear, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
+        self, linear: Linear | QuantizedLinear, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
     ) -> None:
-        is_packed = isinstance(linear, PackedLinear)
-        call = ProductCall(
-            rows=x.data_ptr(),
-            weight=linear.matrix.bytes.data_ptr() if is_packed else linear.weight_OI.data_ptr(),
-            bias=None if linear.bias_O is None else linear.bias_O.data_ptr(),
-            **{"wide" if out.dtype == torch.float32 else "out": out.data_ptr()},
-            group_sums=self._group_sums.data_ptr(),
-            num_inputs=x.shape[1],
-            num_outputs=out.shape[1],
-            adds=adds,
-            is_int4=is_packed and linear.matrix.format is Format.INT4,
-        )
-        self._calls.append((_Kind.PACKED_PRODUCT if is_packed else _Kind.PRODUCT, call))
+        weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI
+        fields = product_fields(x, weight, linear.bias_O, out, adds=adds)
+        self._list("product", fields | {"group_sums": self._group_sums.data_ptr()})
+
+    def _list(self, kind: str, fields: dict[str, Any]) -> None:
+        self._calls.append((getattr(self._kernels.library, kind.upper()), ffi().new(f"struct {kind} *", fields)))
 
 
 def _rows(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Resident as far as steps have used them."""
-    return torch.empty(MOST_ROWS, width, dtype=dtype)
+    """Holds rows, resident as far as steps have used them."""
+    return torch.empty(MAX_ROWS, width, dtype=dtype)
 
 
 def _parts(rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
     """One after another, each in rows of its own width."""
-    flat = rows.flatten()[: MOST_ROWS * sum(widths)]
-    return [part.view(MOST_ROWS, -1) for part in flat.split([MOST_ROWS * width for width in widths])]
+    flat = rows.flatten()[: MAX_ROWS * sum(widths)]
+    return [part.view(MAX_ROWS, -1) for part in flat.split([MAX_ROWS * width for width in widths])]
 
 
 def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSteps | None:
@@ -214,7 +158,8 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
         return None
     if not all(_is_known(layer) for layer in decoder.layers):
         return None
-    return CompiledSteps(decoder, attention, attention.compiled)
+    kernels = c_kernels()
+    return None if kernels is None else CompiledSteps(kernels, decoder, attention, attention.compiled)
 
 
 def _is_known(layer: Layer) -> bool:

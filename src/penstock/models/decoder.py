@@ -1,11 +1,11 @@
-"""A decoder configured by the model's own config, over packed chunks and paged keys and values."""
+"""A decoder configured by the model's own config, over joined chunks and paged keys and values."""
 
 # T tokens of the step, H heads, K key-value heads, D head size, M hidden size, V vocabulary, L logit rows
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import GatedMlp, Linear, PackedLinear, RmsNorm, wide_product
+from penstock.models.layers import GatedMlp, Linear, QuantizedLinear, RmsNorm, wide_product
 from penstock.models.mamba import Mamba
-from penstock.models.packed import PackedMatrix, PackedRows
-from penstock.models.packing import Packing
 from penstock.models.projections import Projection, layer_projections, outer_projection, stored_name
+from penstock.models.quantization import Quantization
+from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import WeightSource
@@ -29,8 +29,8 @@ from penstock.models.weights import WeightSource
 class Attention:
     index: int  # among the layers that have keys and values
     rule: AttentionRule
-    qkv: Linear | PackedLinear
-    output: Linear | PackedLinear
+    qkv: Linear | QuantizedLinear
+    output: Linear | QuantizedLinear
     sinks_H: torch.Tensor | None  # None: the layer has none
 
 
@@ -46,14 +46,14 @@ class Decoder:
     """Allocated first, then filled from the weights slice by slice: no second copy of them exists."""
 
     def __init__(
-        self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device, packing: Packing | None = None
+        self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
         # What the layers add to. Products with codes give float32 sums, and adding those loses nothing to rounding.
-        self.residual_dtype = dtype if packing is None else torch.float32
-        self._packing = packing
+        self.residual_dtype = dtype if quantization is None else torch.float32
+        self._quantization = quantization
         self._projections = [layer_projections(spec, index) for index in range(spec.num_layers)]
         self.embeddings_VM = self._empty_weight(outer_projection(spec, "embeddings"))
         self.head_VM = self.embeddings_VM
@@ -65,8 +65,8 @@ class Decoder:
 
     def load(self, source: WeightSource) -> None:
         for name, destination in self._destinations():
-            if isinstance(destination, PackedRows):
-                source.pack_into(destination, name)
+            if isinstance(destination, QuantizedRows):
+                source.quantize_into(destination, name)
             else:
                 source.copy_into(destination, name)
         for norm in self._norms():
@@ -92,14 +92,14 @@ class Decoder:
                 rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
                 mixed = self._attended(layer, layer.mixer, normed, rotation, attention)
             self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM)
-            self._mlp(layer, hidden_TM)
+            self._mlp(layer, hidden_TM, inputs.num_real_1)
             if inputs.media is not None and index < len(inputs.media.deepstack_LND):
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
 
     @torch.inference_mode()
     def use_products(self, num_tokens: int) -> None:
-        """Of one layer, for that many tokens: a matrix kernel is loaded when it is first used."""
+        """Computes one layer's products for that many tokens: a matrix kernel is loaded when it is first used."""
         layer = self.layers[0]
         assert isinstance(layer.mixer, Attention)
         hidden_TM = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=self.device)
@@ -109,7 +109,7 @@ class Decoder:
         self._mlp(layer, hidden_TM)
 
     def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.embeddings_VM, PackedMatrix):
+        if isinstance(self.embeddings_VM, QuantizedMatrix):
             hidden_TM = self.embeddings_VM.rows(ids_T, self.dtype)
         else:
             hidden_TM = self.embeddings_VM[ids_T]
@@ -142,7 +142,8 @@ class Decoder:
         q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
-        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (heads, -1)) for x, heads in self._heads(q, k, v))
+        q_THD = q.unflatten(-1, (spec.num_heads, -1))
+        k_TKD, v_TKD = (x.unflatten(-1, (spec.num_kv_heads, -1)) for x in (k, v))
         gate_THD = None
         if spec.has_output_gate:
             q_THD, gate_THD = q_THD.chunk(2, dim=-1)
@@ -155,24 +156,22 @@ class Decoder:
             attended_THD = attended_THD * gate_THD.sigmoid()
         return attended_THD.flatten(1)
 
-    def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-        yield q, self.spec.num_heads
-        yield k, self.spec.num_kv_heads
-        yield v, self.spec.num_kv_heads
-
     def _normed(self, layer: Layer, name: str, x: torch.Tensor) -> torch.Tensor:
         norm = layer.norms.get(name)
         return x.to(self.dtype) if norm is None else norm(x, self.dtype)
 
-    def _mlp(self, layer: Layer, hidden_TM: torch.Tensor) -> None:
+    def _mlp(self, layer: Layer, hidden_TM: torch.Tensor, num_real_1: torch.Tensor | None = None) -> None:
         normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
-        self._add(layer, "mlp", layer.mlp, normed, hidden_TM)
+        mlp = layer.mlp
+        if isinstance(mlp, Experts) and num_real_1 is not None:
+            mlp = replace(mlp, num_real_1=num_real_1)
+        self._add(layer, "mlp", mlp, normed, hidden_TM)
 
     def _add(
         self,
         layer: Layer,
         part: str,
-        last: Linear | PackedLinear | GatedMlp | Experts,
+        last: Linear | QuantizedLinear | GatedMlp | Experts,
         x: torch.Tensor,
         hidden_TM: torch.Tensor,
     ) -> None:
@@ -253,17 +252,17 @@ class Decoder:
             activation=spec.activation,
         )
 
-    def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | PackedLinear:
+    def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | QuantizedLinear:
         weight = self._empty_weight(projection)
         bias_O = torch.empty(projection.num_outputs, dtype=self.dtype, device=self.device) if bias else None
-        if isinstance(weight, PackedMatrix):
-            return PackedLinear(matrix=weight, bias_O=bias_O)
+        if isinstance(weight, QuantizedMatrix):
+            return QuantizedLinear(matrix=weight, bias_O=bias_O)
         return Linear(weight_OI=weight, bias_O=bias_O)
 
-    def _empty_weight(self, projection: Projection) -> torch.Tensor | PackedMatrix:
-        packed = None if self._packing is None else self._packing.format(projection)
-        if packed is not None:
-            return PackedMatrix.empty(packed, projection.num_outputs, projection.num_inputs)
+    def _empty_weight(self, projection: Projection) -> torch.Tensor | QuantizedMatrix:
+        quantized = None if self._quantization is None else self._quantization.format(projection)
+        if quantized is not None:
+            return QuantizedMatrix.empty(quantized, projection.num_outputs, projection.num_inputs)
         return torch.empty(projection.num_outputs, projection.num_inputs, dtype=self.dtype, device=self.device)
 
     def _empty_norm(self, size: int) -> RmsNorm:
@@ -274,8 +273,8 @@ class Decoder:
         for layer in self.layers:
             yield from layer.norms.values()
 
-    def _destinations(self) -> Iterator[tuple[str, torch.Tensor | PackedRows]]:
-        """(name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
+    def _destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+        """Yields (name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
         yield from _parts(outer_projection(self.spec, "embeddings"), self.embeddings_VM)
         if not self.spec.has_tied_embeddings:
             yield from _parts(outer_projection(self.spec, "head"), self.head_VM)
@@ -301,9 +300,9 @@ class Decoder:
 
 
 def _linear_parts(
-    projection: Projection, linear: Linear | PackedLinear
-) -> Iterator[tuple[str, torch.Tensor | PackedRows]]:
-    yield from _parts(projection, linear.matrix if isinstance(linear, PackedLinear) else linear.weight_OI)
+    projection: Projection, linear: Linear | QuantizedLinear
+) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    yield from _parts(projection, linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI)
     if linear.bias_O is not None:
         row = 0
         for part in projection.parts:
@@ -312,13 +311,13 @@ def _linear_parts(
 
 
 def _parts(
-    projection: Projection, weight: torch.Tensor | PackedMatrix
-) -> Iterator[tuple[str, torch.Tensor | PackedRows]]:
+    projection: Projection, weight: torch.Tensor | QuantizedMatrix
+) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
     row = 0
     for part in projection.parts:
         rows = slice(row, row + part.num_rows)
-        if isinstance(weight, PackedMatrix):
-            yield part.name, PackedRows(matrix=weight, start=rows.start, end=rows.stop)
+        if isinstance(weight, QuantizedMatrix):
+            yield part.name, QuantizedRows(matrix=weight, start=rows.start, end=rows.stop)
         else:
             yield part.name, weight[rows]
         row += part.num_rows

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import DeltaSpec
 from penstock.models.layers import Linear, RmsNorm
-from penstock.models.recurrence import Tokens, convolve, recur
+from penstock.models.recurrence import RecurrentTokens, convolve, recur
 
 L2_EPS = 1e-6
 
@@ -34,9 +35,7 @@ class GatedDelta:
     def empty(
         cls, spec: DeltaSpec, hidden_size: int, norm_eps: float, *, dtype: torch.dtype, device: torch.device
     ) -> GatedDelta:
-        def linear(num_out: int, num_in: int) -> Linear:
-            return Linear.empty(num_out, num_in, bias=False, dtype=dtype, device=device)
-
+        linear = partial(Linear.empty, bias=False, dtype=dtype, device=device)
         heads = spec.num_value_heads
         return cls(
             spec=spec,
@@ -60,7 +59,7 @@ class GatedDelta:
         return (normed_THV * F.silu(z_THV.float())).to(x_TM.dtype).flatten(1)
 
     def _project(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(q, k and v as channels, z, beta, alpha). Checkpoints that group rows by key head are taken apart here."""
+        """Computes (q, k and v as channels, z, beta, alpha). Rows grouped by key head are taken apart."""
         spec = self.spec
         qkvz, beta_alpha = self.qkvz(x_TM), self.beta_alpha(x_TM)
         if spec.is_grouped:
@@ -75,7 +74,7 @@ class GatedDelta:
             beta, alpha = beta_alpha.chunk(2, dim=-1)
         return qkv_TC, z.reshape(len(x_TM), spec.num_value_heads, spec.value_size), beta, alpha
 
-    def _tokens(self, mixed_TC: torch.Tensor, beta_TH: torch.Tensor, alpha_TH: torch.Tensor) -> Tokens:
+    def _tokens(self, mixed_TC: torch.Tensor, beta_TH: torch.Tensor, alpha_TH: torch.Tensor) -> RecurrentTokens:
         spec = self.spec
         q, k, v = mixed_TC.split([spec.key_width, spec.key_width, spec.value_width], dim=-1)
         group = spec.num_value_heads // spec.num_key_heads
@@ -85,7 +84,7 @@ class GatedDelta:
             x_NHK = x_NHK * (x_NHK.square().sum(-1, keepdim=True) + L2_EPS).rsqrt_()
             return x_NHK.repeat_interleave(group, dim=1) if group > 1 else x_NHK
 
-        return Tokens(
+        return RecurrentTokens(
             q_NHK=heads(q).mul_(spec.key_size**-0.5),
             k_NHK=heads(k),
             v_NHV=v.unflatten(-1, (spec.num_value_heads, spec.value_size)).float(),
@@ -94,7 +93,7 @@ class GatedDelta:
         )
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the checkpoint, where it goes)."""
+        """Yields (name in the checkpoint, where it goes)."""
         spec, heads = self.spec, self.spec.num_value_heads
         if spec.is_grouped:
             yield f"{prefix}.in_proj_qkvz.weight", self.qkvz.weight_OI

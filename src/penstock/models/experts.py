@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +30,14 @@ class Experts:
     down_bias_EM: torch.Tensor | None
     shared: GatedMlp | None  # an expert that every token has
     shared_gate: Linear | None
+    num_real_1: torch.Tensor | None = None  # on a GPU: tokens before the padding; None: there is none
 
     @classmethod
     def empty(
         cls, spec: ExpertsSpec, hidden_size: int, activation: str, *, dtype: torch.dtype, device: torch.device
     ) -> Experts:
-        def tensor(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        def linear(num_out: int, num_in: int, *, bias: bool = False) -> Linear:
-            return Linear.empty(num_out, num_in, bias=bias, dtype=dtype, device=device)
-
+        tensor = partial(torch.empty, dtype=dtype, device=device)
+        linear = partial(Linear.empty, bias=False, dtype=dtype, device=device)
         count, inner = spec.num_experts, spec.intermediate_size
         shared = None
         if spec.shared_size:
@@ -58,6 +57,8 @@ class Experts:
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """Rows are grouped by expert over the whole step, so that each expert's weights are read once."""
+        if x_TM.is_cuda:
+            return _on_gpu().mixed(self, x_TM)
         weights_TA, experts_TA = self._route(x_TM)
         mixed = self._of_one if len(x_TM) == 1 else self._of_many
         out_TM = mixed(x_TM, weights_TA, experts_TA)
@@ -92,10 +93,13 @@ class Experts:
         return out_TM
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
-        out_TM += self(x_TM)
+        if x_TM.is_cuda:
+            _on_gpu().add_mixed(self, out_TM, x_TM)
+        else:
+            out_TM += self(x_TM)
 
     def _route(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights, experts). A softmax over all that is normalised over the chosen is the softmax of the chosen."""
+        """Chooses (weights, experts). A softmax over all, normalised over the chosen, is the softmax of the chosen."""
         logits_TE = self.router(x_TM).float()
         chosen_TA, experts_TA = logits_TE.topk(self.spec.num_active, dim=-1)
         if self.spec.normalizes_chosen:
@@ -115,7 +119,7 @@ class Experts:
         return product(inner_RF, self.down_EMF[expert], bias_M)
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the checkpoint, where it goes)."""
+        """Yields (name in the checkpoint, where it goes)."""
         names = self.spec.names
         yield f"{prefix}.{names.router}.weight", self.router.weight_OI
         if self.router.bias_O is not None:
@@ -157,16 +161,24 @@ class Experts:
             yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
 
 
+@cache
+def _on_gpu() -> Any:
+    """Imported when the first tensor lies on a GPU: Triton is not installed everywhere."""
+    from penstock.models import cuda_experts
+
+    return cuda_experts
+
+
 def _padded(x_RM: torch.Tensor) -> torch.Tensor:
     """Rows up to one of few numbers: in bfloat16 a CPU's matrix library keeps code and buffers for each that it saw."""
     num_rows = len(x_RM)
-    if x_RM.is_cuda or x_RM.dtype == torch.float32 or num_rows in (1, 2, 4):
+    if x_RM.dtype == torch.float32 or num_rows in (1, 2, 4):
         return x_RM
     step = 8 if num_rows <= 32 else 32 if num_rows <= 256 else 128
     return F.pad(x_RM, (0, 0, 0, -num_rows % step))
 
 
 def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), both clamped; gate and up alternate."""
+    """Computes (up + 1) * gate * sigmoid(alpha * gate), both clamped; gate and up alternate."""
     gate, up = gate_up_RF[..., ::2].clamp(max=limit), gate_up_RF[..., 1::2].clamp(-limit, limit)
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))

@@ -1,4 +1,4 @@
-"""Where a model is: resolves the MODEL argument to files on disk and reads its config; loads no weights."""
+"""Resolves the MODEL argument to files on disk and reads the model's config; loads no weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InvalidModelFile, ModelNotFound
+from penstock.errors import InvalidModelFile, ModelNotFound, first_line
 
 if TYPE_CHECKING:
     from penstock.models.gguf import GgufFile
@@ -37,13 +37,13 @@ class ModelFiles:
     config: dict[str, Any]  # config.json, or for GGUF what it would be
     generation_config: dict[str, Any]  # {} when there is none
     folder: Path | None  # exactly one of folder and gguf is set
-    gguf: Path | None
+    gguf: GgufFile | None  # its header, read once
     weight_files: tuple[Path, ...]
     identity: str  # changes when the config or any weight file does: keys caches
 
 
 def resolve(model: str, *, weights: bool = True) -> ModelFiles:
-    """Without `weights` nothing large is fetched from the hub, and no weight file need be there."""
+    """Finds a model's files; without `weights` nothing large is fetched, and no weight file need be there."""
     if not model.strip() or "\0" in model:
         raise ModelNotFound(f"{model!r} names no model; {WAYS_TO_NAME_A_MODEL}.")
     if model == DEFAULT_MODEL:
@@ -101,7 +101,7 @@ def _from_gguf(model: str, path: Path) -> ModelFiles:
         config=config,
         generation_config={"eos_token_id": eos_ids} if eos_ids else {},
         folder=None,
-        gguf=path,
+        gguf=gguf,
         weight_files=(path,),
         identity=_identity(config, (path,)),
     )
@@ -231,7 +231,7 @@ def _hub_snapshot(model: str, weights: bool) -> Path:
             "reached; go online once, or pass a local folder or .gguf file."
         ) from error
     except Exception as error:  # its transport's errors change with the library's version
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelNotFound(
-            f"{model!r} could not be fetched from the hub ({reason}); try again, or pass a local folder or .gguf file."
+            f"{model!r} could not be fetched from the hub ({first_line(error, None)}); "
+            "try again, or pass a local folder or .gguf file."
         ) from error

@@ -15,7 +15,7 @@ import torch
 from penstock.attention.backend import ForwardInputs
 
 if TYPE_CHECKING:
-    from penstock.models.recurrence import Tokens
+    from penstock.models.recurrence import RecurrentTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,18 @@ def installed() -> DeltaKernels | None:
     return DeltaKernels(read=chunk_gated_delta_rule, write=fused_recurrent_gated_delta_rule)
 
 
-def kernels_for(tokens: Tokens, dtype: torch.dtype) -> DeltaKernels | None:
+def kernels_for(tokens: RecurrentTokens, dtype: torch.dtype) -> DeltaKernels | None:
     """None where torch has to do the work. In float32 it always does: the kernels round their products."""
     is_theirs = tokens.beta_NH is not None and tokens.v_NHV.is_cuda and dtype == torch.bfloat16
     return installed() if is_theirs else None
 
 
 def recur_in_one_call(
-    kernels: DeltaKernels, tokens: Tokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor, dtype: torch.dtype
+    kernels: DeltaKernels,
+    tokens: RecurrentTokens,
+    inputs: ForwardInputs,
+    matrices_SHKV: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """[N, H, V]: what the tokens of all chunks read; the matrices of their slots advance."""
     device = tokens.v_NHV.device

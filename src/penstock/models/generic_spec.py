@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidModelFile
-from penstock.models.files import MAX_JSON_BYTES, ModelFiles
+from penstock.models.files import ModelFiles
+from penstock.models.safetensors import read_safetensors_header
 
 # Recurrent models name no limit; this is what their pool is sized for when --context is not given.
 CONTEXT_WITHOUT_LIMIT = 2**17
@@ -40,6 +38,8 @@ class GenericSpec:
     head_size: int
     max_context: int
     state_bytes: int  # of one sequence's recurrent states, whatever its length
+    own_kv_values: int  # per token, in the model's own cache: each layer has its sizes, some take another's keys
+    is_even: bool  # all layers have heads of the same number and size, as pages need
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -58,7 +58,7 @@ def generic_spec(config: Mapping[str, Any]) -> GenericSpec:
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     try:
         return _generic_spec(family, text or config)
-    except (TypeError, ValueError, ZeroDivisionError, KeyError) as error:
+    except (TypeError, ValueError, ZeroDivisionError, LookupError) as error:
         raise InvalidModelFile(
             f"config.json of this {family} model lacks a size or has one of the wrong kind: {error}."
         ) from None
@@ -69,7 +69,10 @@ def _generic_spec(family: str, text: Mapping[str, Any]) -> GenericSpec:
     kinds = _layer_kinds(text, num_layers)
     num_kv_layers = sum(kind not in WITHOUT_KEYS for kind in kinds)
     num_heads = _first(text, HEADS) or 1
-    head_size = int(text.get("head_dim") or hidden // num_heads)
+    sizes = [_kv_sizes(_layer(text, index, kind), hidden, num_heads) for index, kind in enumerate(kinds)]
+    num_keeping = num_layers - (_first(text, ("num_kv_shared_layers",)) or 0)
+    kept = [size for size, kind in zip(sizes[:num_keeping], kinds, strict=False) if kind not in WITHOUT_KEYS]
+    num_kv_heads, head_size = max(sizes, key=prod)
     return GenericSpec(
         family=family,
         vocab_size=_required(text, ("vocab_size",)),
@@ -78,15 +81,36 @@ def _generic_spec(family: str, text: Mapping[str, Any]) -> GenericSpec:
         num_layers=num_layers,
         num_kv_layers=num_kv_layers,
         num_heads=num_heads,
-        num_kv_heads=_first(text, KV_HEADS) or num_heads,
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_context=_first(text, CONTEXTS) or CONTEXT_WITHOUT_LIMIT,
         state_bytes=(num_layers - num_kv_layers) * _state_bytes(text, hidden),
+        own_kv_values=sum(2 * heads * size for heads, size in kept),
+        is_even=len(set(sizes)) == 1,
     )
 
 
 def _first(text: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    return next((int(text[name]) for name in names if isinstance(text.get(name), int)), None)
+    """The first that is given; of sizes that are listed layer by layer, the largest."""
+    sizes = (max(value, default=None) if isinstance(value := text.get(name), list) else value for name in names)
+    return next((int(size) for size in sizes if isinstance(size, int)), None)
+
+
+def _layer(text: Mapping[str, Any], index: int, kind: str) -> dict[str, Any]:
+    """The config as one layer has it: lists by layer, names for layers that see everything, settings of its own."""
+    layer = {name: text[name][index] for name in KV_HEADS if isinstance(text.get(name), list)}
+    if kind == "full_attention":
+        has_own_heads = text.get("num_global_key_value_heads") and text.get("attention_k_eq_v", True)
+        layer |= {"num_key_value_heads": text["num_global_key_value_heads"]} if has_own_heads else {}
+        layer |= {"head_dim": text["global_head_dim"]} if text.get("global_head_dim") else {}
+    own = {int(place): values for place, values in (text.get("per_layer_config") or {}).items()}
+    return {**text, **layer, **own.get(index, {})}
+
+
+def _kv_sizes(layer: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int]:
+    """Reads (heads with keys, their size) of one layer."""
+    num_heads = _first(layer, HEADS) or num_heads
+    return _first(layer, KV_HEADS) or num_heads, int(layer.get("head_dim") or hidden // num_heads)
 
 
 def _required(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -119,7 +143,7 @@ def _intermediate(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _state_bytes(text: Mapping[str, Any], hidden: int) -> int:
-    """Of one recurrent layer: its state matrix and the last inputs of its convolution."""
+    """Counts the bytes of one recurrent layer: its state matrix and the last inputs of its convolution."""
     if "linear_num_value_heads" in text:
         heads, key, value = (
             int(text[name]) for name in ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -140,27 +164,13 @@ def _state_bytes(text: Mapping[str, Any], hidden: int) -> int:
 def num_stored_parameters(files: ModelFiles) -> int | None:
     """Counted in the headers of the weight files; None where no weights are there."""
     if files.gguf is not None:
-        from penstock.models.gguf import read_gguf
-
-        return sum(prod(tensor.shape) for tensor in read_gguf(files.gguf).tensors.values())
+        return sum(prod(tensor.shape) for tensor in files.gguf.tensors.values())
     paths = files.weight_files or tuple(sorted(files.folder.glob("*.safetensors")) if files.folder else ())
-    return sum(_num_values(path) for path in paths) or None
+    return sum(prod(tensor.shape) for path in paths for tensor in read_safetensors_header(path).values()) or None
 
 
 def estimated_parameters(spec: GenericSpec) -> int:
-    """For a config without weights: embeddings, and in each layer attention and a gated MLP."""
+    """Estimates parameters of a config without weights: embeddings, and in each layer attention and a gated MLP."""
     attention = spec.hidden_size * spec.head_size * (2 * spec.num_heads + 2 * spec.num_kv_heads)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
     return 2 * spec.vocab_size * spec.hidden_size + spec.num_layers * layer
-
-
-def _num_values(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            (num_header_bytes,) = struct.unpack("<Q", file.read(8))
-            if num_header_bytes > MAX_JSON_BYTES:
-                raise ValueError(f"a header of {num_header_bytes} bytes")
-            header = json.loads(file.read(num_header_bytes))
-        return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError) as error:
-        raise InvalidModelFile(f"{path} is not a usable safetensors file: {error}; download it again.") from error

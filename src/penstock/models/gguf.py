@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +23,7 @@ MAX_ARRAY_ITEMS = 1 << 21
 MAX_ARRAY_DEPTH = 3
 MAX_DIMENSIONS = 4
 MAX_NAME_CHARACTERS = 256
+MAX_KEPT_ITEMS = 1024  # of an array; a longer one stays in the file until it is asked for
 
 SCALAR_FORMATS = {
     GGUFValueType.UINT8: "<B",
@@ -50,19 +52,49 @@ class GgufTensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
     path: Path
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]
     tensors: dict[str, GgufTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredArray:
+    """Says where a long array lies, whose items were checked and not kept."""
+
+    kind: GGUFValueType
+    count: int
+    offset: int
+
+
+class _Metadata(Mapping[str, Any]):
+    """Holds the short values and reads the long ones (a vocabulary, its merges) whenever they are asked for."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self._path = path
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if not isinstance(value, _StoredArray):
+            return value
+        with _opened(self._path, value.offset) as cursor:
+            return cursor.items(value.kind, value.count, f"the value of {key!r}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class _Cursor:
     """Walks the header through a small window; no length is believed before it is checked."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: Path, offset: int = 0) -> None:
         self.path = path
         self._file = file
         self.num_file_bytes = os.fstat(file.fileno()).st_size
         self._window = b""
-        self._window_start = 0
+        self._window_start = file.seek(offset)
         self._at = 0  # within the window
 
     @property
@@ -153,18 +185,23 @@ class _Cursor:
         except ValueError:
             raise self.invalid(f"{what} has the unknown value type {number}") from None
 
-    def _array(self, what: str, depth: int) -> list[Any]:
+    def _array(self, what: str, depth: int) -> list[Any] | _StoredArray:
         if depth > MAX_ARRAY_DEPTH:
             raise self.invalid(f"{what} nests arrays deeper than {MAX_ARRAY_DEPTH}")
         kind = self._value_type(what)
         count = self.u64(what)
         if count > MAX_ARRAY_ITEMS:
             raise self.invalid(f"{what} is an array of {count} items, the limit is {MAX_ARRAY_ITEMS}")
-        if kind == GGUFValueType.STRING:
-            return self.strings(count, what)
         if kind == GGUFValueType.ARRAY:
             self.require(count * 12, what)
             return [self._array(what, depth + 1) for _ in range(count)]
+        stored = _StoredArray(kind=kind, count=count, offset=self.position)
+        items = self.items(kind, count, what)
+        return items if count <= MAX_KEPT_ITEMS or depth > 1 else stored
+
+    def items(self, kind: GGUFValueType, count: int, what: str) -> list[Any]:
+        if kind == GGUFValueType.STRING:
+            return self.strings(count, what)
         dtype = np.dtype(SCALAR_FORMATS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype=dtype).tolist()
 
@@ -178,17 +215,22 @@ def brief(value: object) -> str:
 def read_gguf(path: Path | str) -> GgufFile:
     """Metadata and tensor extents of a GGUF file; its tensor data is neither read nor mapped."""
     path = Path(path)
+    with _opened(path) as cursor:
+        num_tensors, num_keys = _read_preamble(cursor)
+        metadata = _read_metadata(cursor, num_keys)
+        tensors = _read_tensors(cursor, num_tensors, metadata)
+    return GgufFile(path=path, metadata=_Metadata(path, metadata), tensors=tensors)
+
+
+@contextmanager
+def _opened(path: Path, offset: int = 0) -> Generator[_Cursor]:
     try:
         with path.open("rb", buffering=0) as file:
-            cursor = _Cursor(file, path)
-            num_tensors, num_keys = _read_preamble(cursor)
-            metadata = _read_metadata(cursor, num_keys)
-            tensors = _read_tensors(cursor, num_tensors, metadata)
+            yield _Cursor(file, path, offset)
     except OSError as error:
         raise InvalidModelFile(
             f"{path} cannot be read: {error.strerror}; check the path and its permissions."
         ) from error
-    return GgufFile(path=path, metadata=metadata, tensors=tensors)
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:

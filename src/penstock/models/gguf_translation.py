@@ -36,44 +36,57 @@ _OUTSIDE_BLOCKS = {"token_embd": "model.embed_tokens", "output_norm": "model.nor
 _ROTARY_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
 
+_BIASES = {
+    "attention": frozenset({"attn_q", "attn_k", "attn_v", "attn_output"}),
+    "mlp": frozenset({"ffn_gate", "ffn_up", "ffn_down"}),
+}
+_SILU = {"hidden_act": "silu"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Architecture:
     """What llama.cpp's converter did to a family's tensors, and so what has to be undone."""
 
     model_type: str
     class_name: str
-    block_names: Mapping[str, str]
+    block_names: Mapping[str, str] = field(default_factory=lambda: _ATTENTION | _MLP)
     interleaves_rotary_rows: bool = False  # q and k rows hold rotary pairs side by side
     norm_offset: float = 0.0  # added to every norm weight
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # config entries the family always has
+    fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)  # config entries the family always has
+    biases: tuple[str, ...] = ("attention",)  # which of _BIASES its config has a word for
+    biased: frozenset[str] = frozenset()  # what has a bias always, without a word in the config
+    full_every: int | None = None  # of its layers with a sliding window, which ones see everything
+    names_window: bool = False  # in its config, also where there is none
+    with_window: Mapping[str, Any] = field(default_factory=dict)  # config entries where the file has one
 
 
 ARCHITECTURES: Mapping[str, _Architecture] = {
     "llama": _Architecture(
         model_type="llama",
         class_name="LlamaForCausalLM",
-        block_names=_ATTENTION | _MLP,
         interleaves_rotary_rows=True,
-        fixed={"hidden_act": "silu"},
+        biases=("attention", "mlp"),
+        with_window={"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
     ),
     "smollm3": _Architecture(
         model_type="smollm3",
         class_name="SmolLM3ForCausalLM",
-        block_names=_ATTENTION | _MLP,
         interleaves_rotary_rows=True,
-        fixed={"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False},
+        fixed={**_SILU, "no_rope_layer_interval": 4, "use_sliding_window": False},
+        biases=("attention", "mlp"),
     ),
     "qwen2": _Architecture(
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
-        block_names=_ATTENTION | _MLP,
-        fixed={"hidden_act": "silu", "use_sliding_window": False},
+        fixed={**_SILU, "use_sliding_window": False},
+        biases=(),
+        biased=frozenset({"attn_q", "attn_k", "attn_v"}),
     ),
     "qwen3": _Architecture(
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
         block_names=_ATTENTION | _MLP | _QK_NORMS,
-        fixed={"hidden_act": "silu", "use_sliding_window": False},
+        fixed={**_SILU, "use_sliding_window": False},
     ),
     "phi3": _Architecture(
         model_type="phi3",
@@ -86,7 +99,9 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
             "ffn_up": "mlp.gate_up_proj",
             "ffn_down": "mlp.down_proj",
         },
-        fixed={"hidden_act": "silu"},
+        fixed={**_SILU, "attention_bias": False},
+        biases=(),
+        names_window=True,
     ),
     "olmo2": _Architecture(
         model_type="olmo2",
@@ -96,20 +111,17 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
             **_QK_NORMS,
             **_POST_NORMS,
         },
-        fixed={"hidden_act": "silu"},
+        full_every=4,
+        with_window={"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]},
     ),
     "gemma3": _Architecture(
         model_type="gemma3_text",
         class_name="Gemma3ForCausalLM",
-        block_names={
-            **_ATTENTION,
-            **_MLP,
-            **_QK_NORMS,
-            **_POST_NORMS,
-            "ffn_norm": "pre_feedforward_layernorm",
-        },
+        block_names=_ATTENTION | _MLP | _QK_NORMS | _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
         norm_offset=1.0,
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None},
+        full_every=6,
+        names_window=True,
     ),
 }
 
@@ -252,11 +264,11 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         "rope_scaling": None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **family.fixed,
-        **_biases(gguf, name),
+        **_biases(gguf, name, family),
         **_token_ids(gguf),
     }
     config |= _rotary_entries(gguf, keys, head_dim, config["max_position_embeddings"])
-    config |= _window_entries(keys, name, config)
+    config |= _window_entries(keys, family, config["num_hidden_layers"])
     if name == "smollm3":
         config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
     if name == "gemma3":
@@ -301,23 +313,17 @@ def _num_layers(gguf: GgufFile, keys: _Keys) -> int:
     return num_layers
 
 
-def _biases(gguf: GgufFile, name: str) -> dict[str, bool]:
+def _biases(gguf: GgufFile, name: str, family: _Architecture) -> dict[str, bool]:
     stems = {tensor.split(".")[2] for tensor in gguf.tensors if tensor.startswith("blk.") and tensor.endswith(".bias")}
-    projections = {"attn_q", "attn_k", "attn_v"}
-    if name == "qwen2":
-        allowed = [projections]
-    elif name == "phi3":
-        allowed = [set()]
-    else:
-        attention, mlp = projections | {"attn_output"}, {"ffn_gate", "ffn_up", "ffn_down"}
-        allowed = [set(), attention, mlp, attention | mlp] if name in ("llama", "smollm3") else [set(), attention]
+    allowed = [family.biased]
+    for part in family.biases:
+        allowed += [biased | _BIASES[part] for biased in allowed]
     if stems not in allowed:
         raise UnsupportedModel(
             f"{gguf.path} has biases on {sorted(stems) or 'nothing'}, which Hugging Face's {name} models "
             "cannot have; use the model's safetensors folder instead."
         )
-    entries = {"attention_bias": "attn_q" in stems}
-    return entries | {"mlp_bias": "ffn_gate" in stems} if name in ("llama", "smollm3") else entries
+    return {f"{part}_bias": _BIASES[part] <= stems for part in family.biases}
 
 
 def _token_ids(gguf: GgufFile) -> dict[str, int | None]:
@@ -416,29 +422,17 @@ def _rotary_factors(gguf: GgufFile, name: str, rotary_dim: int) -> list[float]:
     return [_shortest_float32(value) for value in values]
 
 
-def _window_entries(keys: _Keys, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _window_entries(keys: _Keys, family: _Architecture, num_layers: int) -> dict[str, Any]:
     """Sliding windows: one rule for all layers, or a pattern where every n-th layer sees everything."""
     window = keys.raw("attention.sliding_window")
     window = None if window in (None, 0) else keys.integer("attention.sliding_window")
-    if name in ("olmo2", "gemma3"):
-        period = {"olmo2": 4, "gemma3": 6}[name]
-        num_layers = config["num_hidden_layers"]
-        full = _full_layers(keys, num_layers, period) if window else [True] * num_layers
-        layer_types = ["full_attention" if is_full else "sliding_attention" for is_full in full]
-        if name == "gemma3":
-            return {"sliding_window": window, "layer_types": layer_types}
-        if window:
-            return {
-                "model_type": "olmo3",
-                "architectures": ["Olmo3ForCausalLM"],
-                "sliding_window": window,
-                "layer_types": layer_types,
-            }
+    if not family.names_window and not (window and family.with_window):
         return {}
-    if name == "llama":
-        mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
-        return mistral if window else {}
-    return {"sliding_window": window} if name == "phi3" else {}
+    entries = {**family.with_window, "sliding_window": window}
+    if family.full_every:
+        full = _full_layers(keys, num_layers, family.full_every) if window else [True] * num_layers
+        entries["layer_types"] = ["full_attention" if is_full else "sliding_attention" for is_full in full]
+    return entries
 
 
 def _full_layers(keys: _Keys, num_layers: int, default_period: int) -> list[bool]:

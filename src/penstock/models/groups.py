@@ -10,9 +10,9 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from penstock.models.packing import GROUP, Format
+from penstock.models.quantization import GROUP, Format
 
-MOST_CODE = {Format.INT8: 127, Format.INT4: 15}
+MAX_CODE = {Format.INT8: 127, Format.INT4: 15}
 SUPERBLOCK = 256  # of Q4_K
 
 
@@ -36,11 +36,11 @@ class Groups:
         return Groups(codes_NGI=self.codes_NGI[order], scales_NG=self.scales_NG[order], lowest_NG=lowest)
 
 
-def grouped(values_NI: np.ndarray, packed: Format) -> Groups:
+def grouped(values_NI: np.ndarray, quantized: Format) -> Groups:
     """The nearest codes; scales are rounded to float16 first, so that codes make up for it."""
     values = values_NI.astype(np.float32).reshape(len(values_NI), -1, GROUP)
-    most = MOST_CODE[packed]
-    if packed is Format.INT8:
+    most = MAX_CODE[quantized]
+    if quantized is Format.INT8:
         scales = (np.abs(values).max(-1) / most).astype(np.float16)
         codes = np.rint(values * _inverse(scales)[..., None]).clip(-most, most).astype(np.int8)
         return Groups(codes_NGI=codes, scales_NG=scales, lowest_NG=None)
@@ -55,22 +55,22 @@ def _inverse(scales: np.ndarray) -> np.ndarray:
     return np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
 
 
-def from_gguf(blocks_NB: np.ndarray, stored: GGMLQuantizationType, packed: Format) -> Groups:
+def from_gguf(blocks_NB: np.ndarray, stored: GGMLQuantizationType, quantized: Format) -> Groups:
     """Rows of a GGUF's bytes: its own codes where the format holds them, else the nearest."""
     num_rows = len(blocks_NB)
-    if packed is Format.INT8 and stored == GGMLQuantizationType.Q8_0:
+    if quantized is Format.INT8 and stored == GGMLQuantizationType.Q8_0:
         blocks = blocks_NB.reshape(num_rows, -1, 2 + GROUP)
         return Groups(codes_NGI=blocks[..., 2:].view(np.int8), scales_NG=_halves(blocks, 0), lowest_NG=None)
-    if packed is Format.INT4 and stored == GGMLQuantizationType.Q4_1:
+    if quantized is Format.INT4 and stored == GGMLQuantizationType.Q4_1:
         blocks = blocks_NB.reshape(num_rows, -1, 4 + GROUP // 2)
         return Groups(codes_NGI=_nibbles(blocks[..., 4:]), scales_NG=_halves(blocks, 0), lowest_NG=_halves(blocks, 2))
-    if packed is Format.INT4 and stored == GGMLQuantizationType.Q4_0:
+    if quantized is Format.INT4 and stored == GGMLQuantizationType.Q4_0:
         blocks = blocks_NB.reshape(num_rows, -1, 2 + GROUP // 2)
         scales = _halves(blocks, 0)
         return Groups(codes_NGI=_nibbles(blocks[..., 2:]), scales_NG=scales, lowest_NG=scales * np.float16(-8))
-    if packed is Format.INT4 and stored == GGMLQuantizationType.Q4_K:
+    if quantized is Format.INT4 and stored == GGMLQuantizationType.Q4_K:
         return _from_q4_k(blocks_NB)
-    return grouped(dequantize(blocks_NB, stored), packed)
+    return grouped(dequantize(blocks_NB, stored), quantized)
 
 
 def _halves(blocks: np.ndarray, at: int) -> np.ndarray:

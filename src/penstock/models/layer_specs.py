@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Of the parts of a mixture in a checkpoint."""
+    """Names the parts of a mixture in a checkpoint."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -62,7 +62,7 @@ class DeltaSpec:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """Counts the channels of the convolution."""
         return 2 * self.key_width + self.value_width
 
     @property
@@ -79,12 +79,12 @@ class DeltaSpec:
 
     @property
     def widest_rows(self) -> int:
-        """Of the layer's projections."""
+        """Counts the rows of the widest of the layer's projections."""
         return self.num_channels + self.value_width
 
     @property
     def values_per_token(self) -> tuple[int, int]:
-        """(in the model's dtype, in float32) that live at the widest moment of the layer."""
+        """Counts (in the model's dtype, in float32) the values that live at the widest moment of the layer."""
         projected = 2 * self.widest_rows + self.num_channels
         return projected, self.num_value_heads * 3 * (self.key_size + self.value_size)
 
@@ -112,7 +112,7 @@ class MambaSpec:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """Counts the channels of the convolution."""
         return self.inner_width + 2 * self.group_width
 
     @property
@@ -125,12 +125,12 @@ class MambaSpec:
 
     @property
     def widest_rows(self) -> int:
-        """Of the layer's projections."""
+        """Counts the rows of the widest of the layer's projections."""
         return self.inner_width + self.num_channels + self.num_heads
 
     @property
     def values_per_token(self) -> tuple[int, int]:
-        """(in the model's dtype, in float32) that live at the widest moment of the layer."""
+        """Counts (in the model's dtype, in float32) the values that live at the widest moment of the layer."""
         projected = self.widest_rows + 2 * self.num_channels
         return projected, self.num_heads * (3 * self.state_size + 3 * self.head_size)
 
@@ -146,5 +146,5 @@ RecurrentSpec = DeltaSpec | MambaSpec
 
 
 def state_bytes(spec: RecurrentSpec, dtype_bytes: int) -> int:
-    """Of one layer and one sequence: the matrices in float32, the tail in the model's dtype."""
+    """Counts the bytes of one layer and one sequence: matrices in float32, the tail in the model's dtype."""
     return prod(spec.matrix_shape) * 4 + prod(spec.tail_shape) * dtype_bytes

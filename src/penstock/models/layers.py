@@ -12,17 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.attention.c_library import c_kernels
+from penstock.kernels.calls import c_kernels
 from penstock.models import cpu_layers
-from penstock.models.packed import PackedMatrix
-
-Weight = torch.Tensor | PackedMatrix
+from penstock.models.quantized import QuantizedMatrix, Weight
 
 
 def product(x_TI: torch.Tensor, weight_OI: Weight, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
         return cpu_layers.multiply(kernels, x_TI, weight_OI, bias_O)
-    if isinstance(weight_OI, PackedMatrix):
+    if isinstance(weight_OI, QuantizedMatrix):
         return _by_tiles(
             weight_OI,
             x_TI.dtype,
@@ -34,16 +32,16 @@ def product(x_TI: torch.Tensor, weight_OI: Weight, bias_O: torch.Tensor | None =
 
 
 def wide_product(x_TI: torch.Tensor, weight_OI: Weight) -> torch.Tensor:
-    """In float32: as it was summed, where that can be had, else rounded to the dtype of the model before."""
+    """Multiplies to float32: as it was summed, where that can be had, else rounded to the model's dtype before."""
     if kernels := cpu_layers.kernels_for_product(x_TI, weight_OI):
         return cpu_layers.multiply(kernels, x_TI, weight_OI, None, is_wide=True)
-    if isinstance(weight_OI, PackedMatrix):
+    if isinstance(weight_OI, QuantizedMatrix):
         return _by_tiles(weight_OI, x_TI.dtype, lambda _, tile_OI: wide_product(x_TI, tile_OI))
     return product(x_TI, weight_OI).float()
 
 
 def _by_tiles(
-    weight_OI: PackedMatrix, dtype: torch.dtype, multiply: Callable[[slice, torch.Tensor], torch.Tensor]
+    weight_OI: QuantizedMatrix, dtype: torch.dtype, multiply: Callable[[slice, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """What `multiply` gives for the outputs of each tile, side by side."""
     out_TO: torch.Tensor | None = None
@@ -84,8 +82,8 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedLinear:
-    matrix: PackedMatrix
+class QuantizedLinear:
+    matrix: QuantizedMatrix
     bias_O: torch.Tensor | None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -102,8 +100,8 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    gate_up: Linear | PackedLinear
-    down: Linear | PackedLinear
+    gate_up: Linear | QuantizedLinear
+    down: Linear | QuantizedLinear
     activation: str
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
@@ -121,7 +119,7 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """In `dtype`, or None: that of x."""
+        """Normalises x and gives it in `dtype`, or None: that of x."""
         dtype = dtype or x.dtype
         if x.is_cuda:
             return _on_gpu().rms_norm(x, self.weight, self.eps)
@@ -147,13 +145,13 @@ def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
 @cache
 def _on_gpu() -> Any:
     """Imported when the first tensor lies on a GPU: Triton is not installed everywhere."""
-    from penstock.models import triton_layers
+    from penstock.kernels import triton_layers
 
     return triton_layers
 
 
 @cache
 def _gpu_products() -> Any:
-    from penstock.models import triton_products
+    from penstock.kernels import triton_products
 
     return triton_products

@@ -1,11 +1,13 @@
 """A state space layer in the style of Mamba 2, as in Bamba and Granite's hybrids."""
 
-# T tokens of the step, H heads, P head size, C channels, W width of the convolution, M hidden size
+# T tokens of the step, H heads, P head size, G groups of heads, I inner width, C channels, W width of the convolution,
+# M hidden size
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import MambaSpec
 from penstock.models.layers import Linear, RmsNorm
-from penstock.models.recurrence import Tokens, convolve, recur
+from penstock.models.recurrence import RecurrentTokens, convolve, recur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +35,7 @@ class Mamba:
     def empty(
         cls, spec: MambaSpec, hidden_size: int, norm_eps: float, *, dtype: torch.dtype, device: torch.device
     ) -> Mamba:
-        def linear(num_out: int, num_in: int) -> Linear:
-            return Linear.empty(num_out, num_in, bias=spec.has_bias, dtype=dtype, device=device)
-
+        linear = partial(Linear.empty, bias=spec.has_bias, dtype=dtype, device=device)
         channels = spec.num_channels
         return cls(
             spec=spec,
@@ -57,14 +57,22 @@ class Mamba:
         x, written_along, read_by = mixed_TC.split([spec.inner_width, spec.group_width, spec.group_width], -1)
         x_THP = x.unflatten(-1, (spec.num_heads, spec.head_size)).float()
         time_TH = F.softplus(steps_TH.float() + self.dt_bias_H).clamp_(*spec.time_step_limits)
-        tokens = Tokens(
+        tokens = RecurrentTokens(
             q_NHK=self._by_head(read_by),
             k_NHK=self._by_head(written_along),
             v_NHV=x_THP * time_TH[..., None],
             decay_NH=-self.a_log_H.exp() * time_TH,
         )
         read_THP = recur(tokens, inputs, state.matrices_SHKV).addcmul_(x_THP, self.skip_H[:, None])
-        return self.norm(read_THP.flatten(1) * F.silu(gate.float())).to(x_TM.dtype)
+        return self._normed(read_THP.flatten(1) * F.silu(gate.float())).to(x_TM.dtype)
+
+    def _normed(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Normalises each group of heads by itself; transformers before 5.23 took them all together."""
+        if self.spec.num_groups == 1:
+            return self.norm(x_TI)
+        x_TGI = x_TI.unflatten(-1, (self.spec.num_groups, -1))
+        scale_TG1 = x_TGI.square().mean(-1, keepdim=True).add_(self.norm.eps).rsqrt_()
+        return (x_TGI * scale_TG1).flatten(1).mul_(self.norm.weight)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H, state size] in float32; the heads of a group share it."""
@@ -73,7 +81,7 @@ class Mamba:
         return x.repeat_interleave(spec.num_heads // spec.num_groups, dim=1)
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the checkpoint, where it goes)."""
+        """Yields (name in the checkpoint, where it goes)."""
         for name, linear in (("in_proj", self.input), ("out_proj", self.output)):
             yield f"{prefix}.{name}.weight", linear.weight_OI
             if linear.bias_O is not None:

@@ -49,7 +49,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
 def media_text_config(files: ModelFiles) -> dict[str, Any]:
     text = text_part(files.config)
     if text is None:
-        from penstock.models.pretrained import image_text_class
+        from penstock.foreign.pretrained import image_text_class
 
         text = text_part(image_text_class(files)[1].to_dict())
         assert text is not None, "the library's config is whole"

@@ -33,7 +33,7 @@ class Projection:
 
 
 def projections(spec: DecoderSpec) -> Iterator[Projection]:
-    """Of the whole model, but for those of experts and recurrent layers."""
+    """Lists the projections of the whole model, but for those of experts and recurrent layers."""
     yield outer_projection(spec, "embeddings")
     if not spec.has_tied_embeddings:
         yield outer_projection(spec, "head")

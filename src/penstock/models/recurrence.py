@@ -21,7 +21,7 @@ TILE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class RecurrentTokens:
     """What a recurrence needs of some tokens, in float32: a token reads by q, and writes v along k.
 
     The matrix decays before a token writes; `decay` is a logarithm. With `beta` the token writes only that share of
@@ -34,8 +34,8 @@ class Tokens:
     decay_NH: torch.Tensor
     beta_NH: torch.Tensor | None = None
 
-    def rows(self, rows: slice | torch.Tensor) -> Tokens:
-        return Tokens(
+    def rows(self, rows: slice | torch.Tensor) -> RecurrentTokens:
+        return RecurrentTokens(
             q_NHK=self.q_NHK[rows],
             k_NHK=self.k_NHK[rows],
             v_NHV=self.v_NHV[rows],
@@ -71,7 +71,7 @@ def convolve(
 
 
 def recur(
-    tokens: Tokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor, dtype: torch.dtype = torch.float32
+    tokens: RecurrentTokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """[T, H, V]: what the tokens of a step read; the matrices of its chunks advance in place.
 
@@ -88,7 +88,7 @@ def recur(
     return out_THV
 
 
-def advance(tokens: Tokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
+def advance(tokens: RecurrentTokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
     """[N, H, V]: what the tokens of one chunk read, in order; the matrix is advanced in place."""
     out_NHV = torch.empty_like(tokens.v_NHV)
     for first in range(0, len(out_NHV), TILE):
@@ -97,7 +97,7 @@ def advance(tokens: Tokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
     return out_NHV
 
 
-def _advance_tile(tokens: Tokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
+def _advance_tile(tokens: RecurrentTokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
     # Products of heads that lie apart are slower than the copies.
     q_HNK, k_HNK, v_HNV = (x.transpose(0, 1).contiguous() for x in (tokens.q_NHK, tokens.k_NHK, tokens.v_NHV))
     k_HKN = k_HNK.transpose(1, 2)
@@ -119,7 +119,7 @@ def _advance_tile(tokens: Tokens, matrix_HKV: torch.Tensor) -> torch.Tensor:
     return read_HNV.transpose(0, 1)
 
 
-def advance_singles(tokens: Tokens, matrices_SHKV: torch.Tensor, slots_B: torch.Tensor) -> torch.Tensor:
+def advance_singles(tokens: RecurrentTokens, matrices_SHKV: torch.Tensor, slots_B: torch.Tensor) -> torch.Tensor:
     """[B, H, V]: one token for each of many sequences."""
     matrices_BHKV = matrices_SHKV[slots_B].mul_(tokens.decay_NH.exp()[..., None, None])
     k_BHK1, q_BHK1 = tokens.k_NHK[..., None], tokens.q_NHK[..., None]

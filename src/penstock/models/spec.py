@@ -139,10 +139,12 @@ class _Family:
     theta: float = 10_000.0
     tied_by_default: bool = False
     sliding: Literal["none", "all", "by-layer-type"] = "none"
+    biases: tuple[Literal["attention", "mlp"], ...] = ("attention",)  # which its class asks the config for
     traits: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None  # key into EXPERT_NAMES
     normalizes_chosen: bool = True  # what a config without norm_topk_prob means
     recurrent: Literal["delta", "mamba"] | None = None
+    full_every: tuple[str | int, ...] = ()  # layers: config keys that say it, then what holds without them
 
 
 EXPERT_NAMES: Mapping[str, ExpertNames] = {
@@ -161,6 +163,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     ),
 }
 _QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
+_QWEN_INTERVAL = ("full_attention_interval", 4)
 _BAMBA_NAMES = (
     ("post_attention_layernorm", "pre_ff_layernorm"),
     (".mlp.", ".feed_forward."),
@@ -170,31 +173,43 @@ _GRANITE_NAMES = (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_pr
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
 
 FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(),
-    "mistral": _Family(sliding="all"),
-    "qwen2": _Family(sliding="by-layer-type", traits={"qkv_bias": True}),
+    "llama": _Family(biases=("attention", "mlp")),
+    "mistral": _Family(sliding="all", biases=()),
+    "qwen2": _Family(sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
     "qwen3": _Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
-    "qwen2_5_vl_text": _Family(theta=1_000_000.0, sliding="by-layer-type", traits={"qkv_bias": True}),
+    "qwen2_5_vl_text": _Family(theta=1_000_000.0, sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
     "qwen3_vl_text": _Family(theta=5_000_000.0, traits={"qk_norm": "head"}),
-    "smollm3": _Family(theta=2_000_000.0, tied_by_default=True, sliding="by-layer-type"),
-    "phi3": _Family(sliding="all", traits={"has_fused_qkv": True, "has_fused_mlp": True}),
+    "smollm3": _Family(
+        theta=2_000_000.0,
+        tied_by_default=True,
+        sliding="by-layer-type",
+        full_every=(1,),
+        biases=("attention", "mlp"),
+    ),
+    "phi3": _Family(sliding="all", biases=(), traits={"has_fused_qkv": True, "has_fused_mlp": True}),
     "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
     "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
-    "qwen3_next": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta"),
-    "qwen3_5_text": _Family(traits=_QWEN_HYBRID, recurrent="delta"),
-    "qwen3_5_moe_text": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta"),
-    "mixtral": _Family(theta=1_000_000.0, sliding="all", experts="mixtral"),
-    "gpt_oss": _Family(theta=150_000.0, sliding="by-layer-type", traits={"has_sinks": True}, experts="gpt-oss"),
-    "bamba": _Family(recurrent="mamba", traits={"renames": _BAMBA_NAMES}),
+    "qwen3_next": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
+    "qwen3_5_text": _Family(traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL),
+    "qwen3_5_moe_text": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
+    "mixtral": _Family(theta=1_000_000.0, sliding="all", biases=(), experts="mixtral"),
+    "gpt_oss": _Family(
+        theta=150_000.0, sliding="by-layer-type", full_every=(2,), traits={"has_sinks": True}, experts="gpt-oss"
+    ),
+    "bamba": _Family(recurrent="mamba", biases=("attention", "mlp"), traits={"renames": _BAMBA_NAMES}),
     "granitemoehybrid": _Family(
         recurrent="mamba",
         experts="granite",
         tied_by_default=True,
         traits={"has_fused_mlp": True, "renames": _GRANITE_NAMES},
     ),
-    "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", traits=_GEMMA),
+    "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", full_every=(2,), traits=_GEMMA),
     "gemma3_text": _Family(
-        theta=1_000_000.0, tied_by_default=True, sliding="by-layer-type", traits={**_GEMMA, "qk_norm": "head"}
+        theta=1_000_000.0,
+        tied_by_default=True,
+        sliding="by-layer-type",
+        full_every=("sliding_window_pattern", "_sliding_window_pattern", 6),
+        traits={**_GEMMA, "qk_norm": "head"},
     ),
 }
 
@@ -231,7 +246,9 @@ def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -
     if activation not in ACTIVATIONS:
         raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(ACTIVATIONS)}.")
     is_gemma = model_type.startswith("gemma")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias, mlp_bias = (
+        part in family.biases and bool(config.get(f"{part}_bias", False)) for part in ("attention", "mlp")
+    )
     tied = config.get("tie_word_embeddings")
     values: dict[str, Any] = {
         "family": model_type,
@@ -247,12 +264,10 @@ def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -
         "rotaries": _rotaries(model_type, family, config, head_size),
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
-        "attention_scale": float(config["query_pre_attn_scalar" if is_gemma else "head_dim"]) ** -0.5
-        if is_gemma
-        else head_size**-0.5,
+        "attention_scale": float(config["query_pre_attn_scalar"] if is_gemma else head_size) ** -0.5,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "mlp_bias": mlp_bias,
         "embedding_scale": hidden_size**0.5 if is_gemma else None,
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
@@ -276,36 +291,30 @@ def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_layers: int) -> tuple[LayerSpec, ...]:
-    window = config.get("sliding_window")
-    if family.sliding == "none" or (config.get("use_sliding_window") is False):
-        window = None
-    is_sliding = [family.sliding == "all"] * num_layers
-    is_recurrent = [False] * num_layers
-    if family.recurrent:
-        kinds = _layer_types(model_type, config, num_layers)
-        is_recurrent = [kind in ("linear_attention", "mamba") for kind in kinds]
-    if family.sliding == "by-layer-type":
-        is_sliding = [kind == "sliding_attention" for kind in _layer_types(model_type, config, num_layers)]
-    has_rotary = [True] * num_layers
-    if model_type == "granitemoehybrid":
-        has_rotary = [config.get("position_embedding_type") == "rope"] * num_layers
-    if model_type == "smollm3":
-        interval = int(config.get("no_rope_layer_interval") or 4)
-        given = config.get("no_rope_layers")
-        has_rotary = [bool(flag) for flag in given] if given else [(i + 1) % interval != 0 for i in range(num_layers)]
+    has_windows = family.sliding != "none" and config.get("use_sliding_window") is not False
+    window = config.get("sliding_window") if has_windows else None
+    kinds = ["sliding_attention" if family.sliding == "all" else "full_attention"] * num_layers
+    if family.recurrent or family.sliding == "by-layer-type":
+        kinds = _layer_types(family, config, num_layers)
+    rotaries = {"sliding_attention": "local"} if model_type == "gemma3_text" else {}
     return tuple(
         LayerSpec(
-            window=int(window) if window and is_sliding[i] else None,
-            rotary=None
-            if not has_rotary[i]
-            else "local"
-            if model_type == "gemma3_text" and is_sliding[i]
-            else "global",
-            has_experts=_has_experts(family, config, i),
-            is_recurrent=is_recurrent[i],
+            window=int(window) if window and kind == "sliding_attention" else None,
+            rotary=rotaries.get(kind, "global") if _has_rotary(model_type, config, index) else None,
+            has_experts=_has_experts(family, config, index),
+            is_recurrent=family.recurrent is not None and kind in ("linear_attention", "mamba"),
         )
-        for i in range(num_layers)
+        for index, kind in enumerate(kinds[:num_layers])
     )
+
+
+def _has_rotary(model_type: str, config: Mapping[str, Any], layer: int) -> bool:
+    if model_type == "granitemoehybrid":
+        return config.get("position_embedding_type") == "rope"
+    if model_type == "smollm3":
+        given = config.get("no_rope_layers")
+        return bool(given[layer]) if given else (layer + 1) % int(config.get("no_rope_layer_interval") or 4) != 0
+    return True
 
 
 def _experts(family: _Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
@@ -377,30 +386,22 @@ def _has_experts(family: _Family, config: Mapping[str, Any], layer: int) -> bool
     return not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
-def _layer_types(model_type: str, config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _layer_types(family: _Family, config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Given by name, by their period, by the places of the attention layers, or by the first that slides."""
     if given := config.get("layer_types"):
         if len(given) < num_layers:
             raise ValueError(f"{len(given)} layer_types for {num_layers} layers")
         return list(given)
-    if model_type == "bamba":
-        attends = set(config.get("attn_layer_indices") or ())
-        return ["full_attention" if i in attends else "mamba" for i in range(num_layers)]
-    if model_type == "granitemoehybrid":
-        return ["mamba"] * num_layers
-    if FAMILIES[model_type].recurrent:
-        interval = int(config.get("full_attention_interval") or 4)
-        return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
-    if model_type == "gemma3_text":
-        pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
-        sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
-    elif model_type in ("gemma2", "gpt_oss"):
-        sliding = [i % 2 == 0 for i in range(num_layers)]
-    elif model_type == "smollm3":
-        sliding = [False] * num_layers
+    if family.full_every:
+        said = (one if isinstance(one, int) else config.get(one) for one in family.full_every)
+        interval = int(next(filter(None, said)))
+        is_full = [(index + 1) % interval == 0 for index in range(num_layers)]
+    elif family.recurrent == "mamba":
+        is_full = [index in (config.get("attn_layer_indices") or ()) for index in range(num_layers)]
     else:
-        first = int(config.get("max_window_layers") or 0)
-        sliding = [i >= first for i in range(num_layers)]
-    return ["sliding_attention" if flag else "full_attention" for flag in sliding]
+        is_full = [index < int(config.get("max_window_layers") or 0) for index in range(num_layers)]
+    other = {"delta": "linear_attention", "mamba": "mamba", None: "sliding_attention"}[family.recurrent]
+    return ["full_attention" if flag else other for flag in is_full]
 
 
 def _rotaries(model_type: str, family: _Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:

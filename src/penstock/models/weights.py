@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,13 +16,13 @@ from gguf.quants import dequantize
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.files import ModelFiles
-from penstock.models.gguf import GgufFile, read_gguf
+from penstock.models.gguf import GgufFile
 from penstock.models.gguf_translation import HfTensor, hf_tensors
 from penstock.models.groups import from_gguf, grouped
-from penstock.models.packed import PackedRows
+from penstock.models.quantized import QuantizedRows
+from penstock.models.safetensors import StoredTensor, read_safetensors_header
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
-MAX_HEADER_BYTES = 100 << 20
 MXFP4_ITEMS = 32  # values that share a scale
 MXFP4_VALUES = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 FULL_PRECISION = frozenset({"F32", "F64"})
@@ -44,14 +41,14 @@ class WeightSource(Protocol):
         """Fills `destination`, of any float type and maybe a slice of a larger parameter, with the tensor."""
         ...
 
-    def pack_into(self, destination: PackedRows, name: str) -> None:
-        """The same for a matrix that is kept in few bits."""
+    def quantize_into(self, destination: QuantizedRows, name: str) -> None:
+        """Fills `destination`, rows of a matrix that is kept in few bits, with the tensor."""
         ...
 
 
 def open_weights(files: ModelFiles) -> WeightSource:
     if files.gguf is not None:
-        return GgufWeights(read_gguf(files.gguf))
+        return GgufWeights(files.gguf)
     return SafetensorsWeights(files.weight_files)
 
 
@@ -121,26 +118,11 @@ def _common_type(num_values: Counter[str]) -> str:
 # --- safetensors --------------------------------------------------------------------------------------------
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Types that the format knows and we do not compute with; their sizes still have to add up.
-OTHER_ITEM_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
-    **dict.fromkeys(("U16", "I16"), 2),
-    **dict.fromkeys(("U32", "I32"), 4),
-    **dict.fromkeys(("U64", "I64", "C64"), 8),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredTensor:
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # from the start of the file
 
 
 class SafetensorsWeights:
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._tensors: dict[str, _StoredTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         paths = tuple(paths)
         for path in paths:
             for name, tensor in read_safetensors_header(path).items():
@@ -158,7 +140,7 @@ class SafetensorsWeights:
         self.quantization = _common_type(Counter(floats or num_values))
         self._where = paths[0].parent if len(paths) > 1 else paths[0]
 
-    def _find(self, name: str) -> _StoredTensor:
+    def _find(self, name: str) -> StoredTensor:
         if name not in self._tensors:
             raise _missing(name, self._where)
         return self._tensors[name]
@@ -175,7 +157,7 @@ class SafetensorsWeights:
         _check_destination(destination, tensor.shape, name, tensor.path)
         self._copy_values(destination.detach(), tensor, name, 0)
 
-    def _copy_values(self, destination: torch.Tensor, tensor: _StoredTensor, name: str, first: int) -> None:
+    def _copy_values(self, destination: torch.Tensor, tensor: StoredTensor, name: str, first: int) -> None:
         """Values from number `first` on."""
         if tensor.dtype not in DTYPES:
             raise UnsupportedModel(
@@ -194,7 +176,7 @@ class SafetensorsWeights:
             _read_into(tensor.path, tensor.offset + start * dtype.itemsize, values)
             part.copy_(values.view(part.shape))
 
-    def pack_into(self, destination: PackedRows, name: str) -> None:
+    def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         tensor, matrix = self._find(name), destination.matrix
         _check_shape(destination.shape, tensor.shape, name, tensor.path)
         num_rows, num_inputs = destination.shape
@@ -229,66 +211,6 @@ def mxfp4_values(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
     """Float32 values of packed codes, the low half of a byte first, scaled by 2 ** (power - 127) per 32 of them."""
     values = torch.tensor(MXFP4_VALUES)[torch.stack([codes & 15, codes >> 4], -1).int()]
     return torch.ldexp(values.view(-1, MXFP4_ITEMS), (powers.int() - 127)[:, None]).view(-1)
-
-
-def read_safetensors_header(path: Path) -> dict[str, _StoredTensor]:
-    """Types, shapes and places of a file's tensors, each of them checked against the file's size."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            num_file_bytes = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            num_header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else num_file_bytes
-            limit = min(num_file_bytes - 8, MAX_HEADER_BYTES)
-            if num_header_bytes > limit:
-                raise _bad_header(path, f"its header of {num_header_bytes} bytes exceeds {limit}")
-            header = json.loads(file.read(num_header_bytes))
-    except OSError as error:
-        raise InvalidModelFile(f"{path} cannot be read: {error.strerror}; check its permissions.") from error
-    except (ValueError, RecursionError) as error:
-        raise _bad_header(path, f"its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise _bad_header(path, "its header is not a JSON object")
-    data_start = 8 + num_header_bytes
-    tensors: dict[str, _StoredTensor] = {}
-    extents: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, begin, end = _checked_entry(path, name, entry, num_file_bytes - data_start)
-        extents.append((begin, end, name))
-        tensors[name] = _StoredTensor(path=path, dtype=dtype, shape=shape, offset=data_start + begin)
-    reached = 0
-    for begin, end, name in sorted(extents):
-        if begin < reached:
-            raise _bad_header(path, f"tensor {name!r} overlaps another at byte {data_start + begin}")
-        reached = max(reached, end)
-    return tensors
-
-
-def _bad_header(path: Path, what: str) -> InvalidModelFile:
-    return InvalidModelFile(f"{path} is not a usable safetensors file: {what}; download it again.")
-
-
-def _checked_entry(path: Path, name: str, entry: object, num_data_bytes: int) -> tuple[str, tuple[int, ...], int, int]:
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, place = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(place) or len(place) != 2:
-        raise _bad_header(path, f"tensor {name!r} lacks a dtype, shape or data_offsets")
-    begin, end = place
-    if not begin <= end <= num_data_bytes:
-        raise _bad_header(path, f"tensor {name!r} lies at {begin} to {end} of {num_data_bytes} data bytes")
-    item_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_ITEM_BYTES.get(dtype)
-    if item_bytes is not None and prod(shape) * item_bytes != end - begin:
-        raise _bad_header(path, f"tensor {name!r} of {dtype} {shape} has {end - begin} bytes")
-    return dtype, tuple(shape), begin, end
-
-
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
-        and len(value) <= 16
-    )
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------
@@ -332,7 +254,7 @@ class GgufWeights:
                 values = values.reshape(-1, head_rows // 2, 2, prod(part.shape[1:])).swapaxes(1, 2)
             part.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(part.shape))
 
-    def pack_into(self, destination: PackedRows, name: str) -> None:
+    def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         tensor, matrix = self._find(name), destination.matrix
         stored = tensor.stored
         _check_shape(destination.shape, stored.shape, name, self._path)
@@ -368,5 +290,5 @@ class GgufWeights:
 
 
 def _halves_first(num_rows: int, head_rows: int) -> np.ndarray:
-    """Where each row of Hugging Face's order is stored: rotary pairs lie side by side there."""
+    """Finds where each row of Hugging Face's order is stored: rotary pairs lie side by side there."""
     return np.arange(num_rows).reshape(-1, head_rows // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""Where a chunk may end: one pure function over stops, and the single-prompt vocabulary built on it."""
+"""Decides where a chunk may end: one pure function over stops, and the single-prompt vocabulary built on it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -10,13 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from penstock.config import FREE_MEMORY_MARGIN
+from penstock.config import FREE_MEMORY_MARGIN, KIB
 
 STATUS_BYTES = 16 * 1024  # /proc/self/status has one or two thousand
 START_FIELD = 19  # of /proc/self/stat after the name: when the process was started, in ticks since the machine was
 IMPORTED_AT_S = time.monotonic()
-KIB = 1024
+# glibc's mallopt parameters, by their numbers in malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 
 def resident_bytes() -> int:
@@ -83,8 +87,26 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def keep_freed_memory() -> None:
+    """Lets glibc reuse freed activations: returning them to the system after each operation costs far more time
+    than the operation itself, and the bytes are needed again in the next layer anyway."""
+    if mallopt := _libc_function("mallopt"):
+        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+def return_freed_memory() -> None:
+    """Gives what was freed back to the system."""
+    if malloc_trim := _libc_function("malloc_trim"):
+        malloc_trim(0)
+
+
+def _libc_function(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
 def process_age_s() -> float:
-    """Since the system started this process, Python and libraries included; since this module where it does not say."""
+    """Tells the seconds since the system started this process; since this module where it does not say."""
     after_name = _first_line("/proc/self/stat", "").rpartition(")")[2].split()
     if not after_name:
         return time.monotonic() - IMPORTED_AT_S

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
-from penstock.config import CHECKPOINT_TOKENS
+from penstock.config import CHECKPOINT_TOKENS, MB, STATE_SHARE
 from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
 
-MB = 1e6
 LOGIT_BYTES = 4  # logits are sampled in float32
 NUM_TOKENS_WITHOUT_KV = 2**30  # a recurrent model's tokens cost nothing; another limit will hold
 
@@ -31,22 +31,25 @@ class ModelShape:
     num_recurrent_layers: int = 0  # without keys and values
     state_bytes: int = 0  # of one sequence, in all recurrent layers
     recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
+    expert_bytes_per_token: int = 0  # that live while a GPU computes a mixture
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
-    num_packed: int = 0  # parameters kept in few bits
-    packed_bytes: int = 0  # that those take
-    unpacked_tile_bytes: int = 0  # of them, where rows are not multiplied with their codes
+    num_quantized: int = 0  # parameters kept in few bits
+    quantized_bytes: int = 0  # that those take
+    dequantized_tile_bytes: int = 0  # of them, where rows are not multiplied with their codes
     group_sum_bytes_per_token: int = 0  # where they are
     copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
+    kv_values_per_token: int | None = None  # of all layers; None: they are all alike
 
     @property
     def weight_bytes(self) -> int:
-        return (self.num_parameters - self.num_packed) * self.dtype_bytes + self.packed_bytes
+        return (self.num_parameters - self.num_quantized) * self.dtype_bytes + self.quantized_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        num_layers = self.num_layers - self.num_recurrent_layers
-        keys_and_values = 2 * num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
-        return keys_and_values + self.state_bytes_per_token
+        num_values = self.kv_values_per_token
+        if num_values is None:
+            num_values = 2 * (self.num_layers - self.num_recurrent_layers) * self.num_kv_heads * self.head_size
+        return num_values * self.dtype_bytes + self.state_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class MemoryModel:
     most_packed_bytes: int | None = None  # of a matrix, while a product runs; None: all of it
 
     def state_bytes(self, num_tokens: int) -> int:
-        """Of one sequence of that many tokens: its own state and the checkpoints that are kept on the way."""
+        """Counts the bytes of one sequence of that many tokens: its own state and the checkpoints kept on the way."""
         num_kept = min(self.num_checkpoints, num_tokens // CHECKPOINT_TOKENS + 2)
         return (1 + num_kept) * self.shape.state_bytes
 
@@ -99,7 +102,7 @@ class MemoryModel:
         return self.fixed_bytes(kv_tokens, state_slots) + self.activation_bytes(chunk, context)
 
     def fixed_bytes(self, kv_tokens: int, state_slots: int | None = None) -> int:
-        """All but the activations."""
+        """Counts all but the activations."""
         resident = self.runtime_bytes + self.shape.weight_bytes + self.media_bytes
         states = self.state_bytes(kv_tokens) if state_slots is None else state_slots * self.shape.state_bytes
         return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(self.num_logit_rows)
@@ -140,6 +143,17 @@ class MemoryModel:
         num_tokens = free // per_token if per_token else NUM_TOKENS_WITHOUT_KV * (free > 0)
         return num_tokens // self.block_size * self.block_size
 
+    def budget_for(self, num_tokens: int, *, chunk: int) -> int:
+        """Counts the bytes of a budget that holds so many tokens beside such a chunk: turns `kv_capacity` around."""
+        slots = self.num_running_states + self.num_checkpoints
+        fixed = self.peak_bytes(chunk=chunk, context=chunk, resident_tokens=0, state_slots=slots) - self.kv_bytes(chunk)
+        copied = num_tokens * self.shape.copied_bytes_per_token
+        needed = fixed + self.kv_bytes(num_tokens) + copied + self.block_size * self.shape.copied_bytes_per_token
+        # A larger budget has more slots for states, up to their share of what the weights leave.
+        taken = self.runtime_bytes + self.shape.weight_bytes
+        without_states = needed - taken - slots * self.shape.state_bytes
+        return max(needed, taken + ceil(without_states / (1 - STATE_SHARE))) if slots else needed
+
     def _linear_bytes(self, chunk: int) -> int:
         """The widest moment of a layer: residual and normed input beside attention's or the MLP's intermediates."""
         shape = self.shape
@@ -148,6 +162,7 @@ class MemoryModel:
         attention = (heads + 2 * kv_heads) + heads + (heads + kv_heads)
         mlp = 3 * shape.intermediate_size + shape.hidden_size
         widest_bytes = max(max(attention, mlp) * shape.dtype_bytes, shape.recurrent_bytes_per_token)
+        widest_bytes = max(widest_bytes, shape.expert_bytes_per_token)
         norm_in_float32 = 2 * shape.hidden_size * 4
         return chunk * (2 * shape.hidden_size * shape.dtype_bytes + widest_bytes + norm_in_float32)
 
@@ -166,10 +181,18 @@ class MemoryModel:
         """While a product of many rows runs: sums or a tile, for weights in few bits, and what the library packs."""
         if chunk == 1:
             return 0
-        tile, matrix = self.shape.unpacked_tile_bytes, self.shape.largest_matrix * self.shape.dtype_bytes
+        tile, matrix = self.shape.dequantized_tile_bytes, self.shape.largest_matrix * self.shape.dtype_bytes
         packed = min(tile, matrix) if tile else matrix
         sums = chunk * self.shape.group_sum_bytes_per_token
         return sums + tile + (packed if self.most_packed_bytes is None else min(packed, self.most_packed_bytes))
+
+
+def over_budget(peak_bytes: int, budget_bytes: int | None) -> str | None:
+    """Says by how much a measured peak is above the budget; None where it is not, or where none was given."""
+    if budget_bytes is None or peak_bytes <= budget_bytes:
+        return None
+    excess = (peak_bytes - budget_bytes) / MB
+    return f"the peak of {peak_bytes / MB:,.1f} MB is {excess:,.1f} MB above --memory, {budget_bytes / MB:,.1f} MB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

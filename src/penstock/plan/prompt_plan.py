@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config import EngineConfig
+from penstock.config import GIB, EngineConfig
 from penstock.errors import InvalidSetting
 from penstock.plan.chunks import Stops, chunk_end
 from penstock.plan.memory import MemoryModel
 from penstock.request import Span
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +53,8 @@ def plan_prompt(
     sizes: list[int] = []
     lowered: list[int] = []  # by the memory budget
     peak, start = 0, 0
-    # One more token is the answer's, which has positions of its own beside a source.
-    has_positions = prompt_tokens <= max_context if is_source else prompt_tokens < max_context
-    fits = has_positions
+    lack = past_context(prompt_tokens, max_context, is_source=is_source)
+    fits = not lack
     while start < prompt_tokens:
         wanted = min(upper, prompt_tokens - start)
         context = prompt_tokens if is_source else start
@@ -74,9 +71,8 @@ def plan_prompt(
         peak = max(peak, memory.peak_bytes(chunk=chunk, context=context))
     chunk_size = max(sizes, default=0)
     adjustments = _adjustments(config, stops, lowered, sizes, budget_bytes)
-    if not has_positions:
-        lack = "are past" if is_source else "leave no room for an answer in"
-        adjustments.append(f"{prompt_tokens} tokens {lack} the context of {max_context}")
+    if lack:
+        adjustments.append(lack)
     return PromptPlan(
         prompt_tokens=prompt_tokens,
         chunk_size=chunk_size,
@@ -94,6 +90,15 @@ def plan_prompt(
         fits=fits,
         adjustments=tuple(adjustments),
     )
+
+
+def past_context(prompt_tokens: int, max_context: int, *, is_source: bool) -> str:
+    """Says what the context lacks; nothing where it is enough."""
+    # One more token is the answer's, which has positions of its own beside a source.
+    if prompt_tokens <= max_context if is_source else prompt_tokens < max_context:
+        return ""
+    lack = "are past" if is_source else "leave no room for an answer in"
+    return f"{prompt_tokens} tokens {lack} the context of {max_context}"
 
 
 def chunk_upper_bound(config: EngineConfig, prompt_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Where a text may be cut so that its parts, encoded one after the other, give the ids of the whole.
+"""Finds where a text may be cut so that its parts, encoded one after the other, give the ids of the whole.
 
 A cut lies between two characters, `left` and `right`, with `beyond` after them. It is accepted only if, whatever
 surrounds these three, each step of the tokenizer treats the two sides apart:
@@ -60,14 +60,14 @@ class Border:
     beyond: str
 
 
-class Verdict(Enum):
+class Separation(Enum):
     APART = "the sides are in different pieces from here on"
     JOINED = "what happens on one side may depend on the other"
 
 
 Normalize = Callable[[Border], Border | None]
 # From a pair of neighbours to a verdict; or, if both stay in one piece, to the pair as the next step sees it.
-Judge = Callable[[str], Verdict | str]
+Judge = Callable[[str], Separation | str]
 
 
 class Cuts:
@@ -77,8 +77,8 @@ class Cuts:
         if spec["model"].get("dropout"):
             raise Uncuttable("BPE dropout makes the encoding random")
         self._added = _AddedTokens(spec["added_tokens"], backend.normalizer)
-        self._normalizers = [_normalizer(part) for part in _flat(spec["normalizer"], "normalizers")]
-        self._judges = [_pre_tokenizer(part) for part in _flat(spec["pre_tokenizer"], "pretokenizers")]
+        self._normalizers = [_normalizer(part) for part in flat(spec["normalizer"], "normalizers")]
+        self._judges = [_pre_tokenizer(part) for part in flat(spec["pre_tokenizer"], "pretokenizers")]
         self._judges.append(_model(spec["model"], backend))
         self.between = lru_cache(maxsize=1 << 16)(self._between)
 
@@ -103,8 +103,8 @@ class Cuts:
     def _are_apart(self, pair: str) -> bool:
         for judge in self._judges:
             verdict = judge(pair)
-            if isinstance(verdict, Verdict):
-                return verdict is Verdict.APART
+            if isinstance(verdict, Separation):
+                return verdict is Separation.APART
             pair = verdict
         return False
 
@@ -149,12 +149,13 @@ def _neighbours(texts: Iterable[str]) -> set[str]:
     return {text[i : i + 2] for text in texts for i in range(len(text) - 1)}
 
 
-def _flat(spec: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+def flat(spec: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    """The steps of a part of the tokenizer, one after the other; `key` names what a sequence of them holds."""
     if spec is None:
         return
     if spec["type"] == "Sequence":
         for part in spec[key]:
-            yield from _flat(part, key)
+            yield from flat(part, key)
     else:
         yield spec
 
@@ -238,9 +239,9 @@ def _pre_tokenizer(spec: dict[str, Any]) -> Judge:
 
 
 def _by_pairs(component: Any) -> Judge:
-    def judge(pair: str) -> Verdict | str:
+    def judge(pair: str) -> Separation | str:
         pieces = component.pre_tokenize_str(pair)
-        return pair if any(end - start == 2 for _, (start, end) in pieces) else Verdict.APART
+        return pair if any(end - start == 2 for _, (start, end) in pieces) else Separation.APART
 
     return judge
 
@@ -253,17 +254,17 @@ def _splitting(pattern: Pattern, behavior: str, *, invert: bool) -> Judge:
             return pattern.always_matches(left)
         return behavior == "MergedWithNext" and not invert and pattern.always_matches(right)
 
-    def judge(pair: str) -> Verdict | str:
+    def judge(pair: str) -> Separation | str:
         if pattern.may_join(*pair):
-            return Verdict.JOINED
-        return Verdict.APART if is_split(*pair) else pair
+            return Separation.JOINED
+        return Separation.APART if is_split(*pair) else pair
 
     return judge
 
 
 def _byte_level(spec: dict[str, Any]) -> Judge:
     if not spec.get("use_regex", True):
-        return lambda pair: Verdict.JOINED
+        return lambda pair: Separation.JOINED
     # This pattern matches everywhere, so that no pair is left for later steps, which see bytes.
     return _splitting(Pattern(_GPT2_PATTERN), "Isolated", invert=False)
 
@@ -271,9 +272,9 @@ def _byte_level(spec: dict[str, Any]) -> Judge:
 def _metaspace(spec: dict[str, Any]) -> Judge:
     mark, splits = spec["replacement"], spec.get("split", True)
 
-    def judge(pair: str) -> Verdict | str:
+    def judge(pair: str) -> Separation | str:
         pair = pair.replace(" ", mark)
-        return Verdict.APART if splits and pair[1] == mark else pair
+        return Separation.APART if splits and pair[1] == mark else pair
 
     return judge
 
@@ -285,17 +286,17 @@ def _model(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> Judge:
     """A BPE model without pre-tokenizer merges neighbours only into tokens that hold them side by side."""
     by_place = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
     if spec["type"] != "BPE" or any(spec.get(setting) for setting in by_place):
-        return lambda pair: Verdict.JOINED
+        return lambda pair: Separation.JOINED
 
     @cache
     def neighbours() -> tuple[set[str], set[str]]:
         vocabulary = backend.get_vocab(with_added_tokens=False)
         return {token for token in vocabulary if len(token) == 1}, _neighbours(vocabulary)
 
-    def judge(pair: str) -> Verdict:
+    def judge(pair: str) -> Separation:
         single, joined = neighbours()
         # A character that is no token becomes bytes, or an unknown token that may fuse with the next one.
         is_apart = pair[0] in single and pair[1] in single and pair not in joined
-        return Verdict.APART if is_apart else Verdict.JOINED
+        return Separation.APART if is_apart else Separation.JOINED
 
     return judge

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from penstock.prompt.cuts import flat
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -16,7 +18,7 @@ _TOKEN_BY_TOKEN = frozenset({"BPEDecoder", "ByteFallback", "ByteLevel", "Metaspa
 def decodes_by_token(spec: dict[str, Any] | None) -> bool:
     """Whether text once decoded stays as it is when more tokens follow, unless it ends within a character."""
     fused = False
-    for step in _steps(spec):
+    for step in flat(spec, "decoders"):
         kind = step["type"]
         if fused and not (kind == "Strip" and step["start"] <= 1 and step["stop"] == 0):
             return False
@@ -24,16 +26,6 @@ def decodes_by_token(spec: dict[str, Any] | None) -> bool:
             return False
         fused = fused or kind in ("Fuse", "ByteLevel")
     return True
-
-
-def _steps(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if spec is None:
-        return
-    if spec["type"] == "Sequence":
-        for step in spec["decoders"]:
-            yield from _steps(step)
-    else:
-        yield spec
 
 
 class Detokenizer:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.errors import InvalidModelFile, UnsupportedModel, first_line
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 SLOW_TOKENIZER_FILES = (
@@ -115,9 +115,9 @@ def _convert_slow_tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever a conversion trips over, the way out is the same
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InvalidModelFile(
-            f"{folder} has no tokenizer.json and its tokenizer could not be converted ({reason}); add a tokenizer.json."
+            f"{folder} has no tokenizer.json and its tokenizer could not be converted "
+            f"({first_line(error, None)}); add a tokenizer.json."
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
@@ -169,11 +169,7 @@ def _token_ids(value: object) -> frozenset[int]:
 # --- GGUF ---------------------------------------------------------------------------------------------------
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-PHI3_UNSTRIPPED = (
-    "<unk>",
-    "<s>",
-    "<|endoftext|>",
-)  # Phi-3's other added tokens swallow the blanks after them
+PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens swallow the blanks after them
 END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -238,10 +234,7 @@ BYTE_LEVEL_KINDS: Mapping[str, _ByteLevel] = {
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Rebuilds the tokenizer that the model was trained with, or refuses: nearly right is wrong."""
     kind = metadata.get("tokenizer.ggml.model")
-    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
-        "gpt2": _byte_level,
-        "llama": _sentencepiece,
-    }
+    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
     if not isinstance(kind, str) or kind not in builders:
         raise UnsupportedModel(
             f"The GGUF file's tokenizer is of kind {kind!r}; {' and '.join(builders)} are rebuilt "

@@ -161,7 +161,7 @@ class _Reader:
         )
 
     def _quantifier(self) -> tuple[int, bool, bool]:
-        """(copies that must match, may it go round again, may it give back what it took)."""
+        """Reads (copies that must match, may it go round again, may it give back what it took)."""
         mark = self._peek()
         if mark in ("?", "*", "+"):
             self.at += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.errors import InvalidModelFile, InvalidPrompt
+from penstock.errors import InvalidModelFile, InvalidPrompt, first_line
 from penstock.prompt.sandbox import Budget, Inspected, Opaque, Sandbox, concat, leaves, length, spending
 
 _STEPS, _STEPS_PER_VALUE = 300_000, 200
@@ -30,7 +30,7 @@ class ChatTemplate:
             self._template = Sandbox().template(source)
         except Exception as error:  # the template is foreign code, and so may be what is wrong with it
             raise InvalidModelFile(
-                f"The chat template does not compile: {_phrase(error)}. Mend it, or give another one."
+                f"The chat template does not compile: {first_line(error, 300)}. Mend it, or give another one."
             ) from error
 
     def render(
@@ -48,7 +48,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> tuple[str, str] | None:
-        """(before, after) such that the rendering is before + content + after for every content of message
+        """Finds (before, after) so that the rendering is before + content + after for every content of message
         `content_at` that is not empty; None if that is not proven. The content that is there now plays no part.
         """
         opened = [dict(message) for message in messages]
@@ -69,7 +69,7 @@ class ChatTemplate:
             with spending(budget):
                 text = concat(self._template.generate(known))
         except Exception as error:  # the template is foreign code: whatever it raises is its answer
-            raise InvalidPrompt(f"The chat template refused these messages: {_phrase(error)}.") from error
+            raise InvalidPrompt(f"The chat template refused these messages: {first_line(error, 300)}.") from error
         return str.__str__(text), budget.was_inspected
 
 
@@ -78,9 +78,3 @@ def _budget_for(variables: Mapping[str, Any]) -> Budget:
         values = [length(value) if isinstance(value, str) else 1 for value in leaves(variables)]
     steps = _STEPS + _STEPS_PER_VALUE * len(values)
     return Budget(steps=steps, characters=_CHARACTERS + _COPIES_OF_INPUT * sum(values))
-
-
-def _phrase(error: Exception) -> str:
-    """What went wrong in one line, without a full stop."""
-    first_line = (str(error) or type(error).__name__).splitlines()[0]
-    return first_line[:300].rstrip(". ")

@@ -26,6 +26,8 @@ from jinja2.visitor import NodeTransformer
 
 _MAX_INTEGER_BITS = 4_096
 _MAX_INDENT = 16
+_READ_PER_BUILT = 4  # characters that are looked through for the price of one that is built
+_VARIABLES_OF_JINJA = frozenset({"_loop_vars", "_block_vars"})  # it adds them to calls, and takes them away again
 
 
 class Inspected(BaseException):
@@ -46,7 +48,7 @@ class Budget:
         if self._steps < 0:
             raise SecurityError(f"it takes more than {self._max_steps:,} steps")
         if self._characters < 0:
-            raise SecurityError(f"it builds more than {self._max_characters:,} characters")
+            raise SecurityError(f"it builds or reads more than {self._max_characters:,} characters")
 
 
 _budget: ContextVar[Budget] = ContextVar("budget")
@@ -111,7 +113,17 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def _holds_opaque(*values: Any) -> bool:
     # Counted to the end, so that large structures are paid for even where the answer comes early.
-    return sum(isinstance(leaf, Opaque) for value in values for leaf in leaves(value)) > 0
+    return sum(_pay_for_reading(value) for value in values) > 0
+
+
+def _pay_for_reading(value: Any) -> int:
+    """Pays for what is about to be searched, compared or hashed, by its length; returns how much of it is opaque."""
+    num_opaque = 0
+    for leaf in leaves(value):
+        if isinstance(leaf, str):
+            _budget.get().spend(characters=length(leaf) // _READ_PER_BUILT)
+            num_opaque += isinstance(leaf, Opaque)
+    return num_opaque
 
 
 def _paid(result: Any) -> Any:
@@ -149,8 +161,7 @@ def compared(value: Any) -> Any:
     """An operand of a comparison. `in` would read an opaque text without asking it."""
     if isinstance(value, Opaque):
         _refuse_inspection()
-    for _ in leaves(value):
-        pass
+    _pay_for_reading(value)
     return value
 
 
@@ -290,7 +301,7 @@ class Generation(Extension):
 
 
 class _Hooks(NodeTransformer):
-    """Leads loops, `~` and comparisons, which compile to plain Python, through filters."""
+    """Leads loops, `~`, comparisons and keys, which compile to plain Python, through filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -306,6 +317,11 @@ class _Hooks(NodeTransformer):
         node.expr = _filtered(node.expr, "compared")
         for operand in node.ops:
             operand.expr = _filtered(operand.expr, "compared")
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _filtered(node.key, "compared")
         return node
 
 
@@ -330,8 +346,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": to_json, "counted": counted, "concat": concat, "compared": compared}
         self.filters = {name: _guarded_filter(name, function) for name, function in self.filters.items()}
         self.tests = {name: _guarded_test(name, function) for name, function in self.tests.items()}
-        offered: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
-        self.globals = {**self.globals, **offered}
+        self.globals = {**self.globals, "raise_exception": raise_exception, "strftime_now": strftime_now}
         del self.globals["lipsum"]
 
     def template(self, source: str) -> Template:
@@ -341,10 +356,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(list(counted(arg)) if isinstance(arg, Iterator) else arg for arg in args)
         _budget.get().spend(steps=1)
-        if not isinstance(__obj, Macro) and __obj not in (Namespace, dict, raise_exception):
-            if _holds_opaque(*args, *kwargs.values()):
+        if __obj in (Namespace, dict):  # which hash the keys of what they are given
+            _pay_for_reading(args)
+        elif not isinstance(__obj, Macro) and __obj is not raise_exception:
+            given = {name: value for name, value in kwargs.items() if name not in _VARIABLES_OF_JINJA}
+            if _holds_opaque(*args, *given.values()):
                 _refuse_inspection()
-            _pay_for_method(getattr(__obj, "__wrapped__", __obj), args, kwargs)
+            _pay_for_method(getattr(__obj, "__wrapped__", __obj), args, given)
         return _paid(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -354,6 +372,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(argument, Opaque):
             _refuse_inspection()
+        if isinstance(argument, tuple):
+            _pay_for_reading(argument)
         return _paid(super().getitem(obj, argument)) if isinstance(argument, slice) else super().getitem(obj, argument)
 
 
@@ -365,6 +385,8 @@ def _pay_for_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _budget.get().spend(characters=_PRICES_OF_METHODS[name](owner, *args, **kwargs))
     elif name not in _TEXT_METHODS:
         raise SecurityError(f"it calls the text method {name}, which is not offered")
+    elif name not in ("startswith", "endswith"):
+        _pay_for_reading(owner)
 
 
 def _pay_for_operator(operator: str, left: Any, right: Any) -> None:

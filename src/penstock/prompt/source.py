@@ -1,4 +1,4 @@
-"""Where prompt text comes from: literals, files and standard input, read piece by piece as strict UTF-8."""
+"""Opens what prompt text comes from: literals, files and standard input, read piece by piece as strict UTF-8."""
 
 from __future__ import annotations
 
@@ -47,10 +47,6 @@ class TextPart:
         if self.path is not None and stat.S_ISREG(self.path.stat().st_mode):
             return self.path.stat().st_size
         return None
-
-    @property
-    def can_be_read_twice(self) -> bool:
-        return self.num_bytes is not None
 
     def pieces(self) -> Iterator[str]:
         if self.text is not None:

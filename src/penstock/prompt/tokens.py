@@ -10,9 +10,12 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import InvalidPrompt, UnsupportedModel
-from penstock.prompt.cuts import Cuts, Uncuttable, describe
+from penstock.prompt.cuts import Cuts, Uncuttable, describe, flat
 from penstock.prompt.detokenizer import Detokenizer, decodes_by_token
 
+# What of a model and of an added token decides where a text may be cut.
+MODEL_SETTINGS = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+ADDED = ("content", "special", "normalized", "lstrip", "rstrip")
 _BLOCK_CHARACTERS = 16_384  # a longer piece is taken in blocks, so that memory does not follow its length
 
 
@@ -33,21 +36,13 @@ class Affixes:
 
 
 class Tokenizer:
-    """A backend tokenizer, copied without truncation and padding, and classified once."""
+    """Takes over a backend tokenizer, turns truncation and padding off, and classifies it once."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        try:
-            written = backend.to_str()
-        except Exception as error:  # the binding raises a bare Exception
-            raise UnsupportedModel(
-                f"The tokenizer cannot be written as JSON ({error}), because part of it is Python code; "
-                "use a model with a tokenizer.json."
-            ) from error
-        self._backend = tokenizers.Tokenizer.from_str(written)
-        self._backend.encode_special_tokens = backend.encode_special_tokens
+        spec = _without_vocabulary(backend)
+        self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        spec = json.loads(written)
         self._special_ids = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._decodes_by_token = decodes_by_token(spec["decoder"])
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
@@ -94,11 +89,8 @@ class Tokenizer:
         )
 
     def to_json(self) -> str:
-        """As a `tokenizer.json` holds it."""
+        """Writes the tokenizer as a `tokenizer.json` holds it."""
         return self._backend.to_str()
-
-    def id_of(self, token: str) -> int | None:
-        return self._backend.token_to_id(token)
 
     def _classify(self, spec: dict[str, Any]) -> tuple[Cuts | None, Affixes, Streaming]:
         try:
@@ -139,6 +131,27 @@ class Tokenizer:
         ids = self.encode(before + text, add_special_tokens=False)
         assert ids[: len(known)] == known, f"the cut after {before!r} changed its ids"
         return ids[len(known) :]
+
+
+def _without_vocabulary(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """The backend's JSON but for its vocabulary, which as Python objects can take more memory than a small model."""
+    shell = tokenizers.Tokenizer(tokenizers.models.BPE())
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (component := getattr(backend, part)) is not None:
+            setattr(shell, part, component)
+    try:
+        spec = json.loads(shell.to_str())
+    except Exception as error:  # the binding raises a bare Exception
+        raise UnsupportedModel(
+            f"The tokenizer cannot be written as JSON ({error}), because part of it is Python code; "
+            "use a model with a tokenizer.json."
+        ) from error
+    settings = {name: getattr(backend.model, name, None) for name in MODEL_SETTINGS}
+    added = backend.get_added_tokens_decoder().items()
+    return spec | {
+        "model": {"type": type(backend.model).__name__, **settings},
+        "added_tokens": [{"id": id_, **{name: getattr(token, name) for name in ADDED}} for id_, token in added],
+    }
 
 
 def _blocks(pieces: Iterable[str]) -> Iterator[str]:
@@ -187,8 +200,5 @@ def _template_affixes(spec: dict[str, Any]) -> Affixes:
 
 
 def _pipeline(spec: dict[str, Any]) -> str:
-    parts = [spec["pre_tokenizer"]] if spec["pre_tokenizer"] else []
-    if parts and parts[0]["type"] == "Sequence":
-        parts = parts[0]["pretokenizers"]
-    names = " and ".join(part["type"] for part in parts)
+    names = " and ".join(part["type"] for part in flat(spec["pre_tokenizer"], "pretokenizers"))
     return f"{spec['model']['type']} behind {names}" if names else f"{spec['model']['type']} without pre-tokenizer"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import PrefillPriority
+from penstock.plan.waves import Waves
 from penstock.request import Chunk
 
 # Steps in a row that prompts may go without a chunk while decodes take the whole target. Below 1 in 100, so that
@@ -15,7 +16,7 @@ LONGEST_PREFILL_WAIT = 128
 
 # How late steps are held to be before any was seen, and at most, relative to what was predicted; and how much of what
 # lies between a late step and a timely one is forgotten with each timely one.
-FIRST_LATENESS, MOST_LATENESS, LATENESS_FORGOTTEN = 1.2, 1.5, 0.03
+FIRST_LATENESS, MAX_LATENESS, LATENESS_FORGOTTEN = 1.2, 1.5, 0.03
 
 # A step that carries no decode may last this many targets: nobody has a gap, but a question may arrive.
 STRETCH_WITHOUT_DECODES = 4.0
@@ -33,7 +34,7 @@ class Policy:
 
     @property
     def decode_turns_between_chunks(self) -> int:
-        """For one prompt whose chunks take turns with decodes instead of sharing steps with them."""
+        """Counts decode steps between chunks of one prompt, which take turns with decodes instead of sharing steps."""
         if not self.decodes_beside_prompts:
             return 0
         return 1 if self.has_floor else self.most_steps_without_prefill
@@ -62,25 +63,6 @@ POLICIES = {
         most_steps_without_prefill=LONGEST_PREFILL_WAIT,
     ),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waves:
-    """Attention of a GPU: every head takes a prompt's tokens in tiles, and so many tiles run at once: a wave."""
-
-    tile_tokens: int
-    num_heads: int
-    tiles_at_once: int
-
-    def tokens_filled(self, num_tokens: int) -> int:
-        """Those whose attention takes as long: the last wave takes its time however many tiles it has."""
-        num_tiles = -(-num_tokens // self.tile_tokens) * self.num_heads
-        return -(-num_tiles // self.tiles_at_once) * self.tiles_at_once * self.tile_tokens // self.num_heads
-
-    def tokens_within(self, num_tokens: int) -> int:
-        """The most of these that leave no wave half empty; 0 where they do not fill one."""
-        per_wave = self.tiles_at_once // self.num_heads * self.tile_tokens
-        return num_tokens // per_wave * per_wave if per_wave else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +110,7 @@ class StepLoad:
         """None: attention takes the time of its tokens."""
         if waves is None or not self.num_prompt_tokens:
             return self.features
-        filled = waves.tokens_filled(self.num_prompt_tokens) / self.num_prompt_tokens
+        filled = waves.tokens_charged(self.num_prompt_tokens) / self.num_prompt_tokens
         return (1.0, self.num_tokens, filled * self.token_contexts, self.decode_contexts, self.chunk_contexts)
 
 
@@ -147,13 +129,13 @@ class StepCost:
     MEMORY = 0.98
     # Variances relative to an ordinary step: before anything was seen, and the most that forgetting brings back.
     # More, and after hours of steps that hardly touch a direction their noise would decide it.
-    FIRST_UNCERTAINTY, MOST_UNCERTAINTY = 10.0, 0.05
+    FIRST_UNCERTAINTY, MAX_UNCERTAINTY = 10.0, 0.05
     # One step moves the model by at most this share of what was predicted: a hiccup is not a trend.
     LARGEST_SURPRISE = 1.0
     # A step that seems faster than this counts as this much faster than predicted: clocks have hiccups too.
     FASTEST = 2.0
     # How much of a step's pace is believed, and the least and the most of it.
-    BELIEVED_PACE, LEAST_PACE, MOST_PACE = 0.2, 0.5, 2.0
+    BELIEVED_PACE, LEAST_PACE, MAX_PACE = 0.2, 0.5, 2.0
 
     def __init__(
         self,
@@ -173,18 +155,12 @@ class StepCost:
 
     @classmethod
     def fitted(cls, observations: Sequence[tuple[StepLoad, float]], *, waves: Waves | None = None) -> StepCost:
-        """From a handful of steps: the parts of their time, none negative, whose relative errors are least."""
+        """Fits the cost to a handful of steps: parts of their time, none negative, whose relative errors are least."""
         seen = [(load.features_in(waves), elapsed_s) for load, elapsed_s in observations if elapsed_s > 0]
-        largest = [max(1.0, *values) for values in zip(*(features for features, _ in seen), strict=True)]
-        rows = [
-            [value / scale / elapsed_s for value, scale in zip(features, largest, strict=True)]
-            for features, elapsed_s in seen
-        ]
-        shares = _least_squares(rows)
-        cost = cls([share / scale for share, scale in zip(shares, largest, strict=True)], largest, waves=waves)
+        cost = cls(fit_coefficients(seen), _largest_features(seen), waves=waves)
         cost._unit_s = sorted(elapsed_s for _, elapsed_s in seen)[len(seen) // 2]
         cost._covariance = [
-            [cls.MOST_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
+            [cls.MAX_UNCERTAINTY if i == j else 0.0 for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)
         ]
         return cost
 
@@ -205,7 +181,7 @@ class StepCost:
         self._unit_s = self._unit_s or elapsed_s
         predicted = self._fit(load)
         if predicted > 0:
-            pace = max(self.LEAST_PACE, min(self.MOST_PACE, elapsed_s / predicted))
+            pace = max(self.LEAST_PACE, min(self.MAX_PACE, elapsed_s / predicted))
             self.pace += self.BELIEVED_PACE * (pace - self.pace)
         elapsed_s = max(elapsed_s, predicted / self.FASTEST)
         surprise = (elapsed_s - predicted) / elapsed_s
@@ -247,25 +223,33 @@ class StepCost:
             for j in range(i, NUM_FEATURES):
                 p[i][j] = p[j][i] = p[i][j] - px[i] * px[j] / denominator
         for i in range(NUM_FEATURES):
-            growth = max(1.0, min(1 / self.MEMORY, self.MOST_UNCERTAINTY / max(p[i][i], 1e-12))) ** 0.5
+            growth = max(1.0, min(1 / self.MEMORY, self.MAX_UNCERTAINTY / max(p[i][i], 1e-12))) ** 0.5
             for j in range(NUM_FEATURES):
                 p[i][j] *= growth
                 p[j][i] *= growth
 
 
-def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Numbers, none negative, that make every row sum to 1 as nearly as they can: one after the other, many times."""
-    found = [0.0] * NUM_FEATURES
-    rest = [1.0] * len(rows)
-    squares = [sum(row[i] * row[i] for row in rows) for i in range(NUM_FEATURES)]
+Seen = Sequence[tuple[Sequence[float], float]]  # the features of steps, and what they took in seconds
+
+
+def fit_coefficients(seen: Seen) -> list[float]:
+    """Fits seconds per feature, none negative, whose relative errors are least: one after the other, many times."""
+    largest = _largest_features(seen)
+    columns = [[features[i] / scale / elapsed_s for features, elapsed_s in seen] for i, scale in enumerate(largest)]
+    squares = [sum(value * value for value in column) for column in columns]
+    found, rest = [0.0] * len(columns), [1.0] * len(seen)
     for _ in range(LEAST_SQUARES_PASSES):
-        for i in range(NUM_FEATURES):
+        for i, column in enumerate(columns):
             if not squares[i]:
                 continue
-            change = max(-found[i], sum(row[i] * left for row, left in zip(rows, rest, strict=True)) / squares[i])
+            change = max(-found[i], sum(value * left for value, left in zip(column, rest, strict=True)) / squares[i])
             found[i] += change
-            rest = [left - change * row[i] for row, left in zip(rows, rest, strict=True)]
-    return found
+            rest = [left - change * value for value, left in zip(column, rest, strict=True)]
+    return [share / scale for share, scale in zip(found, largest, strict=True)]
+
+
+def _largest_features(seen: Seen) -> list[float]:
+    return [max(1.0, *values) for values in zip(*(features for features, _ in seen), strict=True)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,13 +282,13 @@ class TokenBudget:
         late = 1 + (elapsed_s - predicted_s) / max(predicted_s, target_s / self.lateness)
         if late < self.lateness:
             late = self.lateness + LATENESS_FORGOTTEN * (late - self.lateness)
-        self.lateness = min(MOST_LATENESS, max(1.0, late))
+        self.lateness = min(MAX_LATENESS, max(1.0, late))
 
     def predict(self, load: StepLoad) -> float:
         return self.cost.predict(load) if self.cost is not None else 0.0
 
     def ceiling_of(self, chunk_size: int | None) -> int:
-        """Of a step that carries a prompt with a chunk size of its own; 0: no limit."""
+        """Bounds a step that carries a prompt with a chunk size of its own; 0 means no limit."""
         ceiling = self.ceiling
         if chunk_size is not None:
             ceiling = max(ceiling, chunk_size) if ceiling and chunk_size else 0

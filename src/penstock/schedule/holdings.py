@@ -153,7 +153,6 @@ class Holdings:
         sequence.num_computed += self.block_size
         sequence.num_scheduled = sequence.num_computed
         sequence.num_cached += self.block_size
-        self.prefix.num_hit_tokens += self.block_size
 
     def _may_share(self, sequence: Sequence) -> bool:
         return self.prefix is not None and not sequence.request.sampling.needs_every_token
@@ -171,7 +170,7 @@ class Holdings:
     # --- recurrent state ---
 
     def state_use(self, sequence: Sequence, end: int) -> StateUse | None:
-        """Where the state of a chunk that ends at `end` comes from, and where it is saved."""
+        """Tells where the state of a chunk that ends at `end` comes from, and where it is saved."""
         if self.states is None:
             return None
         assert sequence.state_slot is not None, "a sequence that runs has a slot"

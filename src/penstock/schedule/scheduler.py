@@ -1,4 +1,4 @@
-"""Decides what each step computes. The only place where a Sequence changes; sees no tensor."""
+"""Decides what each step computes. A Sequence changes in this room and nowhere else; no tensor is seen here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
-from penstock.errors import PenstockError, PromptTooLong
+from penstock.errors import PenstockError, PromptTooLong, counted
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
 from penstock.request import Chunk, FinishReason, MediaKey, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
@@ -22,7 +22,7 @@ from penstock.schedule.queue_limit import QueueLimit
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
 # Steps that run or are planned to run after them.
-MOST_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,11 @@ class Scheduler:
         chunk_limit: ChunkLimit,
         peak_estimate: PeakEstimate,
         states: StatePool | None = None,
+        memory_for: Callable[[int], str] | None = None,
     ) -> None:
+        """`memory_for`: the budget, as one writes it, that would hold so many tokens."""
         self.limits = limits
+        self.memory_for = memory_for
         self.policy = POLICIES[limits.priority]
         self.budget = budget
         self.pool = pool
@@ -146,7 +149,7 @@ class Scheduler:
         sequence = self.sequences[sequence_id]
         sequence.media_keys += media_keys
         assert not sequence.prompt_is_complete
-        self.refuse_too_long(len(sequence.tokens) + len(tokens))
+        self.refuse_too_long(len(sequence.tokens) + len(tokens), is_all=is_last)
         sequence.tokens.extend(tokens)
         sequence.num_prompt_tokens = len(sequence.tokens)
         sequence.prompt_is_complete = is_last
@@ -199,21 +202,24 @@ class Scheduler:
         self.holdings.check(self.sequences.values())
 
     def check_idle(self) -> None:
-        """The same when nobody is there, as far as it takes no time: somebody waits for the last token."""
+        """Checks what is held when nobody is there, as far as it takes no time: somebody waits for the last token."""
         if not self.sequences:
             assert not self.pool.num_held, "blocks are held by nobody"
             assert self.holdings.states is None or self.holdings.states.is_idle, "a state is held by nobody"
 
-    def refuse_too_long(self, num_tokens: int) -> None:
+    def refuse_too_long(self, num_tokens: int, *, is_all: bool = True) -> None:
+        """Refuses a prompt that cannot be held. `is_all`: it was counted to its end."""
+        has = f"The prompt has {counted(num_tokens, is_all=is_all)}"
         if num_tokens >= self.limits.max_context:
             raise PromptTooLong(
-                f"The prompt has {num_tokens} tokens or more; the context holds {self.limits.max_context} with the "
-                "answer. Shorten it or, to go past what the model was trained for, raise --context."
+                f"{has}; the context holds {self.limits.max_context} with the answer. Shorten it or, to go past what "
+                "the model was trained for, raise --context."
             )
         if num_tokens >= self.capacity:
+            enough = f" to {self.memory_for(num_tokens)}" if self.memory_for is not None and is_all else ""
             raise PromptTooLong(
-                f"The prompt has {num_tokens} tokens or more; the memory budget holds the keys and values of "
-                f"{self.capacity}. Shorten it or raise --memory."
+                f"{has}; the memory budget holds the keys and values of {self.capacity}. Shorten it or raise "
+                f"--memory{enough}."
             )
 
     # --- a step: plan, run, commit ---
@@ -224,7 +230,7 @@ class Scheduler:
         It may be planned while the step before it runs: then streams go on from tokens that are not known yet, and
         nobody loses a place. None then means that the step in flight has to land first. Raises ChunkRefused.
         """
-        assert len(self._flights) < MOST_IN_FLIGHT, "the steps in flight were neither applied nor failed"
+        assert len(self._flights) < MAX_IN_FLIGHT, "the steps in flight were neither applied nor failed"
         if self._flights and not self._may_plan_ahead():
             return None
         streams, reading = self._split_running()
@@ -372,7 +378,7 @@ class Scheduler:
     # --- who is served ---
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """(those that write, those that are still being read)."""
+        """Splits the running into (those that write, those that are still being read)."""
         streams: list[Sequence] = []
         reading: list[Sequence] = []
         for sequence in self.running.values():
@@ -554,7 +560,7 @@ class Scheduler:
         return True
 
     def _preempt_last(self, draft: Draft) -> Sequence | None:
-        """Nobody while a step is in flight: what it writes to is not given away."""
+        """Preempts whose turn is last, but nobody while a step is in flight: what it writes to is not given away."""
         if not self.running or self._flights:
             return None
         victim = max(self.running.values(), key=lambda s: (s.is_paused, s.request.priority, s.id))
@@ -562,7 +568,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, sequence: Sequence, draft: Draft) -> None:
-        """Back to the queue; its computed blocks stay in the prefix cache as long as nobody needs them."""
+        """Puts a sequence back to the queue; its computed blocks stay in the prefix cache while nobody needs them."""
         if chunk := draft.remove(sequence.id):
             self.holdings.forgo_state(chunk)
         draft.preempted.append(sequence.id)

@@ -53,7 +53,7 @@ class PromptProgress(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """Of one possible token at one place of the prompt."""
+    """Tells the logprob of one possible token at one place of the prompt."""
 
     logprob: float
     decoded_token: str
@@ -88,21 +88,11 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
-class ToolCallDelta(ToolCall):
-    index: int
-
-
 class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
-
-
-class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -111,13 +101,6 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -145,13 +128,6 @@ class ChatAnswer(Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
-
-
-class ChatChunk(Answer):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_progress: PromptProgress | None = None
 
 
 class CompletionAnswer(Answer):

@@ -17,15 +17,7 @@ from penstock.server.problems import add_handlers
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
 
-ROUTERS = (
-    info.router,
-    chat.router,
-    completions.router,
-    responses.router,
-    embeddings.router,
-    tokens.router,
-    timeline.router,
-)
+ROUTERS = [part.router for part in (info, chat, completions, responses, embeddings, tokens, timeline)]
 
 
 def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from penstock.request import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
 ChunkSize = Annotated[int, Field(ge=0)] | Literal["auto"] | None  # None: the server's; 0: the prompt is read whole
 MAX_STOPS = 16
 MAX_PROMPTS = 64
+# One text or many, as text or as tokens.
+Texts = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+MAX_DEPTH = 64
+_SAMPLED = {field.name for field in fields(SamplingParams)}
+
+
+def shallow(value: Any) -> Any:
+    """Returns a value that is not nested too deeply for the templates, encoders and compilers that walk it."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [*chain.from_iterable(inner)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels, the most that is read")
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(shallow)]
+
+
+def listed(texts: Any) -> list[str | list[int]]:
+    """Lists what `Texts` holds, where it may hold a single one."""
+    return [texts] if isinstance(texts, str) or isinstance(texts[0], int) else list(texts)
 
 
 class Ask(BaseModel):
@@ -23,10 +55,11 @@ class Ask(BaseModel):
         """An unknown field that holds nothing asks for nothing."""
         if not isinstance(values, dict):
             return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         return {
             name: value
             for name, value in values.items()
-            if name in cls.model_fields or not (value is None or value == [] or value == {})
+            if name in known or not (value is None or value == [] or value == {})
         }
 
 
@@ -34,7 +67,7 @@ class InertFields(Ask):
     """Who asks and how it is filed; none of it reaches the model."""
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
@@ -94,32 +127,20 @@ class SamplingFields(InertFields):
     def wants_usage_always(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling(self, choice: int) -> dict[str, Any]:
-        """The engine's settings for one of `n` choices; each has its own seed."""
-        settings: dict[str, Any] = {
-            name: value
-            for name in (
-                *["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"],
-                *["min_tokens", "ignore_eos", "prompt_logprobs", "stop", "chunk_size"],
-            )
-            if (value := getattr(self, name)) is not None
-        }
-        if self.top_k is not None and self.top_k not in (0, -1):  # both mean all, among those who serve models
-            settings["top_k"] = self.top_k
+    def _sampling(self, **own: Any) -> SamplingParams:
+        """Makes the engine's settings of the fields that have its names and of `own`; null is the engine's default."""
+        asked = self.model_dump(include=_SAMPLED) | own
+        if self.top_k in (0, -1):  # both mean all, among those who serve models
+            asked["top_k"] = None
         if self.seed is not None:
-            settings["seed"] = (self.seed + choice) % 2**63
+            asked["seed"] = self.seed % 2**63
         if self.logit_bias:
-            settings["logit_bias"] = {int(token): amount for token, amount in self.logit_bias.items()}
-        return settings
+            asked["logit_bias"] = {int(token): amount for token, amount in self.logit_bias.items()}
+        return SamplingParams.of({name: value for name, value in asked.items() if value is not None})
 
 
 class CompletionAsk(SamplingFields):
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Texts
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -134,16 +155,9 @@ class CompletionAsk(SamplingFields):
             raise ValueError("max_tokens is 0; that goes with echo: true, to score a prompt")
         return self
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
-
-    def sampling(self, choice: int) -> dict[str, Any]:
-        settings = super().sampling(choice)
-        settings["max_tokens"] = max(1, 16 if self.max_tokens is None else self.max_tokens)
-        if self.logprobs is not None:
-            settings["logprobs"] = self.logprobs
-            if self.echo:
-                settings["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return settings
+    def sampling(self) -> SamplingParams:
+        scored = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scored = max(self.logprobs, scored or 0)
+        max_tokens = max(1, 16 if self.max_tokens is None else self.max_tokens)
+        return self._sampling(max_tokens=max_tokens, prompt_logprobs=scored)

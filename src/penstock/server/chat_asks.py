@@ -6,18 +6,20 @@ import base64
 import binascii
 import json
 import re
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from penstock.errors import InvalidMedia, InvalidPrompt
-from penstock.server.asks import Ask, SamplingFields
+from penstock.request import SamplingParams
+from penstock.server.asks import MAX_DEPTH, Ask, JsonObject, SamplingFields, shallow
 
 MAX_TOOLS = 128
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
 
-class TextPart(Ask):
+class GivenText(Ask):
     type: Literal["text"]
     text: str
 
@@ -32,7 +34,7 @@ class ImagePart(Ask):
     image_url: ImageUrl
 
 
-class CalledFunction(Ask):
+class GivenFunction(Ask):
     name: str
     arguments: str
 
@@ -40,13 +42,13 @@ class CalledFunction(Ask):
 class GivenCall(Ask):
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: GivenFunction
     index: int | None = None
 
 
 class GivenMessage(Ask):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | ImagePart] | None = None
+    content: str | list[GivenText | ImagePart] | None = None
     name: str | None = None
     tool_calls: list[GivenCall] | None = None
     tool_call_id: str | None = None
@@ -56,28 +58,25 @@ class GivenMessage(Ask):
         return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
 
     def for_template(self, max_image_bytes: int) -> dict[str, Any]:
-        """As templates know messages; text alone is one string, because most know nothing else."""
+        """Gives the message as templates know it; text alone is one string, because most know nothing else."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         if self.has_images:
             assert isinstance(self.content, list)
             message["content"] = [_part(part, max_image_bytes) for part in self.content]
         elif isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content if isinstance(part, TextPart))
+            message["content"] = "".join(part.text for part in self.content if isinstance(part, GivenText))
         elif self.content is None and not self.tool_calls:
             raise InvalidPrompt(f"A message of the {self.role} has no content. Give it a text.")
         else:
             message["content"] = self.content or ""
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
             message["tool_calls"] = [_call(call) for call in self.tool_calls]
         return message
 
 
-def _part(part: TextPart | ImagePart, max_image_bytes: int) -> dict[str, Any]:
-    if isinstance(part, TextPart):
+def _part(part: GivenText | ImagePart, max_image_bytes: int) -> dict[str, Any]:
+    if isinstance(part, GivenText):
         return {"type": "text", "text": part.text}
     return {"type": "image", "image": _image_bytes(part.image_url.url, max_image_bytes)}
 
@@ -101,16 +100,21 @@ def _image_bytes(url: str, max_bytes: int) -> bytes:
 def _call(call: GivenCall) -> dict[str, Any]:
     """Templates print arguments as an object."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = shallow(json.loads(call.function.arguments or "{}"))
     except json.JSONDecodeError:
         raise InvalidPrompt(f"The arguments of the call {call.id!r} are no JSON. Send them as they came.") from None
+    except (RecursionError, ValueError):
+        raise InvalidPrompt(
+            f"The arguments of the call {call.id!r} are nested deeper than {MAX_DEPTH} levels, or hold a number of "
+            f"more than {sys.get_int_max_str_digits():,} digits. Send shorter ones."
+        ) from None
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class Function(Ask):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     @property
@@ -135,7 +139,7 @@ class ChosenTool(Ask):
 class NamedSchema(Ask):
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -151,7 +155,7 @@ class ResponseFormat(Ask):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """None: any text."""
+        """Finds the schema that the answer keeps to; None means any text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -197,16 +201,14 @@ class ChatAsk(SamplingFields):
 
     @property
     def callable_functions(self) -> list[Function]:
-        """Those that a required call may name."""
+        """Lists the functions that a required call may name."""
         functions = [tool.function for tool in self.offered_tools]
         if isinstance(self.tool_choice, ChosenTool):
             return [function for function in functions if function.name == self.tool_choice.function.name]
         return functions
 
-    def chat_sampling(self, choice: int, capacity: int) -> dict[str, Any]:
-        """Without a limit of its own the answer may fill the context."""
-        settings = self.sampling(choice)
-        settings["max_tokens"] = self.max_completion_tokens or self.max_tokens or capacity
-        if self.logprobs:
-            settings["logprobs"] = self.top_logprobs or 0
-        return settings
+    def sampling(self, capacity: int, grammar: str | None) -> SamplingParams:
+        """Gives the sampling of the answer, which may fill the context where no limit is asked for."""
+        max_tokens = self.max_completion_tokens or self.max_tokens or capacity
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from penstock.request import Finished, Output, PrefillProgress, Token, TokenLogprob
-from penstock.server import sse
-from penstock.server.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
-from penstock.server.asks import CompletionAsk
-from penstock.server.logprobs import completion_logprobs, prompt_logprobs
-from penstock.server.problems import NotHonoured
-from penstock.server.run import CLIENT_CLOSED_REQUEST, Choice, Run, unless_disconnected
+from penstock.request import Output, Token, TokenLogprob
+from penstock.server.answers import CompletionAnswer, CompletionLogprobs
+from penstock.server.asks import CompletionAsk, listed
+from penstock.server.choices import ChoiceShape
+from penstock.server.logprobs import completion_logprobs
+from penstock.server.run import Choice, Run
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -22,132 +19,64 @@ router = APIRouter()
 
 @router.post("/v1/completions", response_model=CompletionAnswer)
 async def completions(ask: CompletionAsk, request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_model(ask.model)
-    completion = Completion(service, ask, Run(service, request, priority=ask.priority or 0))
-    await completion.start()
-    if ask.stream:
-        return completion.run.streamed(completion.events())
-    try:
-        answer = await unless_disconnected(request, completion.answer())
-    finally:
-        completion.run.close()
-    if answer is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(answer.model_dump(exclude_unset=True))
+    run = Run(Service.of(request, ask.model), request)
+    prompts = await run.service.encoded(listed(ask.prompt))
+    await run.start(prompts, ask.sampling(), ask.num_choices, chunk_size=ask.chunk_size, priority=ask.priority)
+    return await run.respond(Completion(ask, run, prompts), is_streamed=ask.stream)
 
 
-class Completion:
-    """The choices of one request: `n` for each of its prompts, side by side."""
+class Completion(ChoiceShape):
+    """The choices of one request: `n` for each of its prompts."""
 
-    def __init__(self, service: Service, ask: CompletionAsk, run: Run) -> None:
-        self.run = run
-        self._service = service
-        self._ask = ask
-        self._tokenizer = service.engine.engine.tokenizer
-        self._prompts: list[list[int]] = []
-        self._offset: dict[int, int] = {}  # characters written so far, by choice
-        self._num_written = 0
+    prefix = "cmpl"
+    answer_type = CompletionAnswer
+    kind = streamed_kind = "text_completion"
+    ask: CompletionAsk
 
-    async def start(self) -> None:
-        ask, settings = self._ask, self._service.settings
-        num_choices = ask.num_choices * len(ask.prompts)
-        if num_choices > settings.max_choices:
-            raise NotHonoured(f"{num_choices} choices are asked for; {settings.max_choices} is the most.", param="n")
-        self._prompts = await asyncio.to_thread(self._encoded)
-        for tokens in self._prompts:
-            self._service.check_length(len(tokens))
-        await self.run.start(
-            [
-                Choice(prompt=tokens, settings=ask.sampling(index), num_prompt_tokens=len(tokens))
-                for tokens in self._prompts
-                for index in range(ask.num_choices)
-            ]
-        )
+    def __init__(self, ask: CompletionAsk, run: Run, prompts: list[list[int]]) -> None:
+        super().__init__(ask, run, is_scored_only=ask.max_tokens == 0)
+        self._prompts = prompts
+        self._num_letters = [0] * len(run.choices)  # told so far, by choice
 
-    async def answer(self) -> CompletionAnswer:
-        outputs = await self.run.finish()
-        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return self._answer(choices, usage=self._usage(outputs))
+    def whole(self, choice: Choice, output: Output) -> dict[str, Any]:
+        text = self._echo(choice) + ("" if self.is_scored_only else output.text)
+        prompt = self._prompts[choice.index // self.ask.num_choices]
+        return _choice(text, output.finish_reason, self._logprobs(prompt, output))
 
-    async def events(self) -> AsyncIterator[bytes]:
-        ask = self._ask
-        async for happening in self.run.happenings():
-            if happening is None or isinstance(happening.event, PrefillProgress):
-                progress = {"prompt_progress": self.run.progress()} if ask.return_progress else None
-                yield sse.event(self._answer([], **progress)) if progress else sse.NOTHING
-            elif isinstance(happening.event, Token):
-                for choice in self._token_choices(happening.choice, happening.event):
-                    yield sse.event(self._chunk([choice]))
-            elif isinstance(happening.event, Finished):
-                reason = happening.event.output.finish_reason
-                choice = CompletionChoice(index=happening.choice, text="", logprobs=None, finish_reason=reason)
-                yield sse.event(self._chunk([choice]))
-        if ask.wants_usage:
-            yield sse.event(self._answer([], usage=self._usage(self.run.ordered_outputs)))
-        yield sse.DONE
-
-    def _token_choices(self, index: int, token: Token) -> list[CompletionChoice]:
-        """The token, after the prompt where that is echoed."""
-        found = []
-        if index not in self._offset:
-            self._offset[index] = 0
-            if self._ask.echo:
-                text = self._prompt_text(index)
-                self._offset[index] = len(text)
-                found.append(CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None))
-        if self._ask.max_tokens == 0:
-            return found
-        self._num_written += 1
-        logprobs = None
+    def token(self, choice: Choice, token: Token) -> list[dict[str, Any]]:
+        """Tells of the token, after the prompt where that is echoed."""
+        told = []
+        if choice.num_written == 1 and self.ask.echo:
+            echo = self._echo(choice)
+            self._num_letters[choice.index] = len(echo)
+            told.append(_choice(echo))
+        if self.is_scored_only:
+            return told
+        logprobs, offset = None, self._num_letters[choice.index]
         if token.logprob is not None:
-            logprobs = completion_logprobs(self._tokenizer, [token.token_id], [token.logprob], self._offset[index])
-        self._offset[index] += len(token.text)
-        return [*found, CompletionChoice(index=index, text=token.text, logprobs=logprobs, finish_reason=None)]
+            logprobs = completion_logprobs(self.tokenizer, [token.token_id], [token.logprob], offset)
+        self._num_letters[choice.index] += len(token.text)
+        return [*told, _choice(token.text, logprobs=logprobs)]
 
-    def _choice(self, index: int, output: Output) -> CompletionChoice:
-        ask, prompt = self._ask, self._prompts[index // self._ask.num_choices]
-        text = "" if ask.max_tokens == 0 else output.text
-        if ask.echo:
-            text = self._prompt_text(index) + text
-        choice = CompletionChoice(
-            index=index, text=text, logprobs=self._logprobs(prompt, output), finish_reason=output.finish_reason
-        )
-        if ask.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt, output.prompt_logprobs or ())
-        return choice
+    def last(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
+        return [_choice("", output.finish_reason)]
 
     def _logprobs(self, prompt: list[int], output: Output) -> CompletionLogprobs | None:
         if output.logprobs is None:
             return None
-        token_ids, found = [*output.token_ids], [*output.logprobs]
-        if self._ask.max_tokens == 0:
-            token_ids, found = [], []
-        both: list[TokenLogprob | None] = [*(output.prompt_logprobs or ()), *found] if self._ask.echo else [*found]
-        return completion_logprobs(self._tokenizer, [*prompt, *token_ids] if self._ask.echo else token_ids, both, 0)
+        token_ids: list[int] = [] if self.is_scored_only else [*output.token_ids]
+        found: list[TokenLogprob | None] = [] if self.is_scored_only else [*output.logprobs]
+        if self.ask.echo:
+            token_ids, found = [*prompt, *token_ids], [*(output.prompt_logprobs or ()), *found]
+        return completion_logprobs(self.tokenizer, token_ids, found, 0)
 
-    def _prompt_text(self, index: int) -> str:
-        given = self._ask.prompts[index // self._ask.num_choices]
-        return given if isinstance(given, str) else self._tokenizer.decode(given, skip_special_tokens=False)
+    def _echo(self, choice: Choice) -> str:
+        """Gives the text of the prompt, where that is asked for."""
+        if not self.ask.echo:
+            return ""
+        given = listed(self.ask.prompt)[choice.index // self.ask.num_choices]
+        return given if isinstance(given, str) else self.tokenizer.decode(given, skip_special_tokens=False)
 
-    def _encoded(self) -> list[list[int]]:
-        reader = self._service.engine.engine.prompts
-        return [reader.text_tokens(given) if isinstance(given, str) else given for given in self._ask.prompts]
 
-    def _usage(self, outputs: list[Output]) -> Usage:
-        return Usage.of_outputs(outputs, self._ask.num_choices, is_scored_only=self._ask.max_tokens == 0)
-
-    def _chunk(self, choices: list[CompletionChoice]) -> CompletionAnswer:
-        if self._ask.wants_usage_always:
-            return self._answer(choices, usage=self.run.usage_so_far(self._num_written))
-        return self._answer(choices)
-
-    def _answer(self, choices: list[CompletionChoice], **fields: object) -> CompletionAnswer:
-        return CompletionAnswer(
-            id=f"cmpl-{self.run.request_id}",
-            object="text_completion",
-            created=self.run.created,
-            model=self._ask.model,
-            choices=choices,
-            **fields,  # ty: ignore[invalid-argument-type]
-        )
+def _choice(text: str, reason: str | None = None, logprobs: CompletionLogprobs | None = None) -> dict[str, Any]:
+    return {"text": text, "logprobs": logprobs, "finish_reason": reason}

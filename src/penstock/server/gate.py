@@ -1,4 +1,4 @@
-"""What every request passes: an id, the key, the size of its body, and a line in the log."""
+"""What every request passes: an id, the key, where it comes from, the size of its body, and a line in the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.problems import BodyTooLarge, BodyTooSlow, WrongKey, problem_response
+from penstock.server.pages import OwnPages
+from penstock.server.problems import Refused, problem_response
 from penstock.server.settings import ServerSettings
 
 log = logging.getLogger("penstock.server")
@@ -27,7 +28,10 @@ class Gate:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
         self._body_timeout_s = settings.body_timeout_s
+        self._whole_body_timeout_s = settings.whole_body_timeout_s
         self._key_digests = [_digest(key) for key in settings.api_keys]
+        self._takes_preflights = bool(settings.cors_origins)
+        self._pages = OwnPages(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,23 +41,40 @@ class Gate:
         state = scope.setdefault("state", {})
         request_id = state["request_id"] = _request_id(headers)
         state.setdefault("arrived_at", time.perf_counter())
-        visit = _Visit(send, request_id)
+        status: int | None = None
+
+        async def answer(message: Message) -> None:
+            """Sends the answer on its way out: its status is kept, and the id goes with it."""
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
         try:
             self._check(scope["path"], scope["method"], headers)
-            await self._app(scope, self._bounded(receive), visit.send)
+            await self._app(scope, self._bounded(receive), answer)
         except Exception as error:
-            if visit.status is not None:
+            if status is not None:
                 raise
-            await problem_response(error, request_id)(scope, receive, visit.send)
+            await problem_response(error, request_id)(scope, receive, answer)
         finally:
-            _write_log(scope, state, visit.status)
+            _write_log(scope, state, status)
 
     def _check(self, path: str, method: str, headers: Headers) -> None:
-        if self._key_digests and path not in OPEN_PATHS and method != "OPTIONS":
+        if not self._key_digests:  # a key is what no page of another site has
+            self._pages.check_host(headers)
+            self._pages.check_sender(method, headers)
+        elif path not in OPEN_PATHS and not self._is_preflight(method, headers):
             self._check_key(headers.get("authorization", ""))
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise self._too_large()
+
+    def _is_preflight(self, method: str, headers: Headers) -> bool:
+        """Tells a browser's question about CORS, which brings no key and is answered alike for every path."""
+        asks = method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+        return asks and self._takes_preflights
 
     def _check_key(self, authorization: str) -> None:
         scheme, _, key = authorization.partition(" ")
@@ -61,18 +82,23 @@ class Gate:
         # Every key is compared, each in constant time: nothing is learned from how long it takes.
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if scheme.lower() != "bearer" or not any(matches):
-            raise WrongKey("The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.")
+            message = "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'."
+            raise Refused(message, status=401)
 
     def _bounded(self, receive: Receive) -> Receive:
         num_received, is_whole = 0, False
+        now = asyncio.get_running_loop().time
+        ends_at = now() + self._whole_body_timeout_s
 
         async def bounded() -> Message:
             nonlocal num_received, is_whole
             try:
-                async with asyncio.timeout(None if is_whole else self._body_timeout_s):
+                async with asyncio.timeout_at(None if is_whole else min(now() + self._body_timeout_s, ends_at)):
                     message = await receive()
             except TimeoutError:
-                raise BodyTooSlow(f"Nothing of the body came for {self._body_timeout_s:.0f} s.") from None
+                late = f"The body was not whole after {self._whole_body_timeout_s:g} s."
+                paused = f"Nothing of the body came for {self._body_timeout_s:g} s."
+                raise Refused(late if now() >= ends_at else paused, status=408) from None
             num_received += len(message.get("body", b""))
             is_whole = is_whole or not message.get("more_body", False)
             if num_received > self._max_body_bytes:
@@ -81,23 +107,9 @@ class Gate:
 
         return bounded
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body is larger than {self._max_body_bytes:,} bytes, the most that is taken.")
-
-
-class _Visit:
-    """The answer on its way out: its status is kept, and the id goes with it."""
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self.status: int | None = None
-        self._send = send
-        self._request_id = request_id
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
-        await self._send(message)
+    def _too_large(self) -> Refused:
+        message = f"The body is larger than {self._max_body_bytes:,} bytes, the most that is taken."
+        return Refused(message, status=413)
 
 
 def _digest(key: str) -> bytes:

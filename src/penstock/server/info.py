@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from penstock import __version__
-from penstock.server.problems import UnknownModel
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -52,6 +51,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(request: Request) -> Response:
     service: Service = request.app.state.service
@@ -68,15 +68,12 @@ async def version() -> Version:
 
 @router.get("/v1/models")
 async def models(request: Request) -> ModelList:
-    return ModelList(data=[_card(request.app.state.service)])
+    return ModelList(data=[_card(Service.of(request, None))])
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> ModelCard:
-    card = _card(request.app.state.service)
-    if name != card.id:
-        raise UnknownModel(f"The model {name!r} is not served here; {card.id!r} is.")
-    return card
+    return _card(Service.of(request, name))
 
 
 @router.get("/metrics", response_class=Response)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.prompt.tokens import Tokenizer
 from penstock.request import TokenLogprob
@@ -17,18 +18,19 @@ from penstock.server.answers import (
 
 
 def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(content=[_chat_logprob(tokenizer, one) for one in found])
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-
-def _chat_logprob(tokenizer: Tokenizer, found: TokenLogprob) -> ChatLogprob:
-    chosen = _top(tokenizer, found.token_id, found.logprob)
-    others = [_top(tokenizer, token, logprob) for token, logprob in found.alternatives]
-    return ChatLogprob(**chosen.model_dump(), top_logprobs=others)
-
-
-def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
-    text = tokenizer.token_text(token_id)
-    return TopLogprob(token=text, logprob=logprob, bytes=list(text.encode()))
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(
+                **named(one.token_id, one.logprob),
+                top_logprobs=[TopLogprob(**named(*other)) for other in one.alternatives],
+            )
+            for one in found
+        ]
+    )
 
 
 def completion_logprobs(
@@ -42,27 +44,27 @@ def completion_logprobs(
     return CompletionLogprobs(
         tokens=texts,
         token_logprobs=[None if one is None else one.logprob for one in found],
-        top_logprobs=[None if one is None else _alternatives(tokenizer, one) for one in found],
+        top_logprobs=[
+            None if one is None else {tokenizer.token_text(token): logprob for token, logprob in _likely(one).items()}
+            for one in found
+        ],
         text_offset=offsets[:-1],
     )
 
 
-def _alternatives(tokenizer: Tokenizer, found: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens, and the one that came if it is not among them."""
-    named = {tokenizer.token_text(token): logprob for token, logprob in found.alternatives}
-    return named | {tokenizer.token_text(found.token_id): found.logprob}
+def prompt_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprob | None]) -> PromptLogprobs:
+    """Lists logprobs by token id, at each place of the prompt."""
+    return [
+        None
+        if one is None
+        else {
+            str(token): PromptLogprob(logprob=logprob, decoded_token=tokenizer.token_text(token))
+            for token, logprob in _likely(one).items()
+        }
+        for one in found
+    ]
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], found: Sequence[TokenLogprob | None]
-) -> PromptLogprobs:
-    """By token id, at each place of the prompt."""
-    return [None if one is None else _by_id(tokenizer, one) for _, one in zip(token_ids, found, strict=True)]
-
-
-def _by_id(tokenizer: Tokenizer, found: TokenLogprob) -> dict[str, PromptLogprob]:
-    pairs = dict(found.alternatives) | {found.token_id: found.logprob}
-    return {
-        str(token): PromptLogprob(logprob=logprob, decoded_token=tokenizer.token_text(token))
-        for token, logprob in pairs.items()
-    }
+def _likely(found: TokenLogprob) -> dict[int, float]:
+    """Gives the likeliest tokens, and the one that came if it is not among them."""
+    return dict(found.alternatives) | {found.token_id: found.logprob}

@@ -5,44 +5,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from penstock.engine.engine import Engine
-from penstock.plan.machine import resident_bytes
 from penstock.request import Chunk, Output, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from penstock.server.board import Board
 
 SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25),
+    *(0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160),
 )
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -55,8 +28,8 @@ class Stalls:
         self.caused_s: dict[int, float] = {}
         self._decode_step_s: float | None = None  # a moving mean of steps without a prompt
 
-    def take_step(self, plan: StepPlan, result: StepResult) -> tuple[float, float]:
-        """(seconds suffered, seconds caused) in this step, summed over requests."""
+    def take_step(self, plan: StepPlan, result: StepResult) -> float:
+        """Seconds that streams suffered in this step, summed over them; its prompts caused exactly as many."""
         prompts = [chunk for chunk in plan.chunks if chunk.is_prefill]
         decoded = {chunk.sequence_id for chunk in plan.chunks if not chunk.is_prefill}
         total = 0.0
@@ -69,7 +42,7 @@ class Stalls:
             self.caused_s.setdefault(chunk.sequence_id, 0.0)
             if chunk.wants_logits:
                 self.suffered_s.setdefault(chunk.sequence_id, 0.0)
-        return total, total
+        return total
 
     def leave(self, request_id: int) -> tuple[float, float]:
         return self.suffered_s.pop(request_id, 0.0), self.caused_s.pop(request_id, 0.0)
@@ -135,9 +108,9 @@ class Metrics:
             "request_stall_suffered_seconds", "Per request: time waited for others' prompts."
         )
         self._stall_caused = seconds("request_stall_caused_seconds", "Per request: time that others waited for it.")
-        self._memory = gauge("memory_resident_bytes", "Memory of the process.")
+        self._memory = gauge("memory_resident_bytes", "Memory that is held: of the process, or of the card.")
         self._memory_predicted = gauge("memory_predicted_bytes", "Peak that the last step was planned with.")
-        self._memory_peak = gauge("memory_peak_bytes", "Highest memory of the process so far.")
+        self._memory_peak = gauge("memory_peak_bytes", "The most that was held so far.")
         self._memory_budget = gauge("memory_budget_bytes", "The byte budget.")
         self._latency_target = gauge("latency_target_seconds", "The latency target; 0 without one.")
         self._info = gauge("model_info", "1, with the model and its lane.", "model_name", "lane")
@@ -148,15 +121,15 @@ class Metrics:
         self._memory_budget.set(engine.model.budget_bytes)
         self._latency_target.set((engine.config.latency_target_ms or 0) / 1e3)
         self._kv.set_function(lambda: pool.num_held / pool.num_blocks)
-        self._memory.set_function(resident_bytes)
+        self._memory.set_function(lambda: engine.held.num_bytes)
         self._running.set_function(lambda: board.num_running)
         self._waiting.set_function(lambda: board.num_waiting)
 
     def take_step(self, plan: StepPlan, result: StepResult) -> None:
         with self._lock:
-            suffered_s, caused_s = self._stalls.take_step(plan, result)
-        self._suffered.inc(suffered_s)
-        self._caused.inc(caused_s)
+            stalled_s = self._stalls.take_step(plan, result)
+        self._suffered.inc(stalled_s)
+        self._caused.inc(stalled_s)
         self._step_time.observe(result.elapsed_s)
         if plan.predicted_s:
             self._step_predicted.observe(plan.predicted_s)

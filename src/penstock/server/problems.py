@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +11,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from penstock.errors import EngineClosed, PenstockError, PromptTooLong, QueueFull
+from penstock.errors import PenstockError, PromptTooLong, QueueFull
 
 log = logging.getLogger("penstock.server")
 
@@ -25,45 +24,16 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-CODES: dict[type[PenstockError], str] = {PromptTooLong: "context_length_exceeded", QueueFull: "queue_full"}
+CODES: dict[type[BaseException], str] = {PromptTooLong: "context_length_exceeded", QueueFull: "queue_full"}
 RETRY_SOON_S = 1.0
 
 
-class StillLoading(PenstockError):
-    """The model is not there yet."""
+class Refused(PenstockError):
+    """What only a server refuses, with the HTTP status that says so and the field that it is about."""
 
-    status = 503
-
-
-class WrongKey(PenstockError):
-    """No key came with the request, or another one."""
-
-    status = 401
-
-
-class BodyTooLarge(PenstockError):
-    status = 413
-
-
-class BodyTooSlow(PenstockError):
-    status = 408
-
-
-class UnknownModel(PenstockError):
-    status = 404
-
-
-class TimedOut(PenstockError):
-    """The request took longer than the server allows."""
-
-    status = 504
-
-
-class NotHonoured(PenstockError):
-    """A field would change the answer, and this server does not do what it asks."""
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
+        self.status = status
         self.param = param
 
 
@@ -79,39 +49,31 @@ class ProblemAnswer(BaseModel):
     error: Problem
 
 
-def problem_of(error: BaseException, request_id: str | None) -> tuple[int, Problem]:
+def problem_of(error: BaseException, request_id: str | None) -> tuple[int, ProblemAnswer]:
     """The status and the body of an error; what is not ours to explain is named and logged, not shown."""
-    if not isinstance(error, PenstockError):
+    status, param = 500, getattr(error, "param", None)
+    if isinstance(error, PenstockError):
+        status, message = error.status, str(error)
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    elif isinstance(error, RequestValidationError):
+        status, (message, param) = 400, _first_mistake(error.errors())
+    else:
         log.error("failed", extra={"request_id": request_id}, exc_info=error)
         message = f"The server failed on this request ({type(error).__name__}). Its log has the details."
-        return 500, Problem(message=message, type=TYPES[500], request_id=request_id)
-    status = error.status
-    return status, Problem(
-        message=readable(str(error)),
-        type=TYPES.get(status, "invalid_request_error"),
-        param=getattr(error, "param", None),
-        code=CODES.get(type(error)),
-        request_id=request_id,
-    )
+    kind, code = TYPES.get(status, "invalid_request_error"), CODES.get(type(error))
+    problem = Problem(message=readable(message), type=kind, param=param, code=code, request_id=request_id)
+    return status, ProblemAnswer(error=problem)
 
 
 def problem_response(error: BaseException, request_id: str | None) -> JSONResponse:
-    status, problem = problem_of(error, request_id)
-    headers: dict[str, str] = {}
-    if isinstance(error, (QueueFull, EngineClosed, StillLoading)):
+    status, answer = problem_of(error, request_id)
+    headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, PenstockError) and status in (429, 503):
         headers["Retry-After"] = str(round(max(1.0, getattr(error, "retry_after_s", RETRY_SOON_S))))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return _response(status, problem, headers)
-
-
-def _response(status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(ProblemAnswer(error=problem).model_dump(), status, headers)
-
-
-def _refusal(request: Request, status: int, message: str, param: str | None = None) -> Problem:
-    kind = TYPES.get(status, "invalid_request_error")
-    return Problem(message=readable(message), type=kind, param=param, request_id=request_id_of(request))
+    return JSONResponse(answer.model_dump(), status, headers)
 
 
 def readable(text: str) -> str:
@@ -120,24 +82,16 @@ def readable(text: str) -> str:
 
 
 def add_handlers(app: FastAPI) -> None:
-    @app.exception_handler(PenstockError)
-    async def refuse(request: Request, error: PenstockError) -> JSONResponse:
-        return problem_response(error, request_id_of(request))
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            if isinstance(error.__cause__, PenstockError):  # raised by us while the body was read
+                error = error.__cause__
+            else:
+                error.detail = f"{error.detail}: {request.method} {request.url.path}"
+        return problem_response(error, request.scope.get("state", {}).get("request_id"))
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _response(400, _refusal(request, 400, *_first_mistake(error.errors())))
-
-    @app.exception_handler(HTTPException)
-    async def refuse_route(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error.__cause__, PenstockError):  # raised by us while the body was read
-            return problem_response(error.__cause__, request_id_of(request))
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        return _response(error.status_code, _refusal(request, error.status_code, message), error.headers)
-
-
-def request_id_of(request: Request) -> str | None:
-    return request.scope.get("state", {}).get("request_id")
+    for kind in (PenstockError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refuse)
 
 
 def _first_mistake(errors: Any) -> tuple[str, str | None]:

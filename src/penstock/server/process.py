@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting
 from penstock.server.app import make_app
+from penstock.server.connections import BoundedProtocol, ConnectionLimits
 from penstock.server.logs import write_json_lines
 from penstock.server.settings import ServerSettings
+
+log = logging.getLogger("penstock.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # How long the step thread may keep Python to itself while a request or a token waits to be handled.
 SWITCH_INTERVAL_S = 0.0005
-
-
-class _Protocol(H11Protocol):
-    """Notes when the first bytes of a request arrive, before they are parsed and before its task gets a turn."""
-
-    def data_received(self, data: bytes) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.app_state = self.app_state | {"arrived_at": time.perf_counter()}
-        super().data_received(data)
 
 
 class _Server(uvicorn.Server):
@@ -61,12 +55,18 @@ def serve(settings: ServerSettings, config: EngineConfig) -> int:
 
 async def _serve(settings: ServerSettings, config: EngineConfig) -> int:
     app = make_app(settings, config)
+    limits = ConnectionLimits.of(settings)
+    if limits.most < settings.max_connections:
+        log.warning("fewer connections, by the limit on open files", extra={"max_connections": limits.most})
     server = _Server(
         uvicorn.Config(
             app,
             host=settings.host,
             port=settings.port,
-            http=_Protocol,
+            http=partial(BoundedProtocol, settings, limits),  # ty: ignore[invalid-argument-type]
+            ws="none",
+            backlog=limits.backlog,
+            timeout_keep_alive=settings.header_timeout_s,  # ty: ignore[invalid-argument-type]
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -77,12 +77,14 @@ async def _serve(settings: ServerSettings, config: EngineConfig) -> int:
         await asyncio.sleep(0.01)
     if serving.done():
         await serving
-    await asyncio.wait({serving, app.state.loading}, return_when=asyncio.FIRST_COMPLETED)
-    failure = app.state.loading.exception() if app.state.loading.done() else None
+    loading: asyncio.Task[None] = app.state.loading
+    await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+    failure = loading.exception() if loading.done() else None
     if failure is not None:
         server.should_exit = True
-    else:
-        await _announce(app.state.loading, server, settings)
+    elif loading.done() and server.servers:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        print(f"Serving {settings.model} at http://{settings.host}:{port}", file=sys.stderr, flush=True)
     await serving
     if failure is not None:
         raise failure
@@ -96,10 +98,3 @@ async def _listen(server: _Server, settings: ServerSettings) -> None:
         raise InvalidSetting(
             f"The server cannot listen on {settings.host}:{settings.port}. Is the port taken? Give --port."
         ) from None
-
-
-async def _announce(loading: asyncio.Future[None], server: _Server, settings: ServerSettings) -> None:
-    if not loading.done() or not server.servers:
-        return
-    port = server.servers[0].sockets[0].getsockname()[1]
-    print(f"Serving {settings.model} at http://{settings.host}:{port}", file=sys.stderr, flush=True)

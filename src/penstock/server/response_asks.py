@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.server.asks import Ask, ChunkSize, InertFields
+from penstock.server.asks import Ask, ChunkSize, InertFields, JsonObject
 from penstock.server.chat_asks import ChatAsk
 
 
@@ -67,7 +67,7 @@ class FunctionTool(Ask):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class TextFormat(Ask):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
     @model_validator(mode="after")

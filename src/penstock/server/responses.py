@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
+from penstock.engine.engine import Event
+from penstock.request import Finished, Output, Token
 from penstock.server import sse
 from penstock.server.answers import PromptTokensDetails, ToolCall
-from penstock.server.conversation import Conversation, Ended, Reply, Said
-from penstock.server.problems import NotHonoured
+from penstock.server.conversation import converse
+from penstock.server.problems import Refused
 from penstock.server.response_asks import ResponseAsk
-from penstock.server.run import CLIENT_CLOSED_REQUEST, Run, unless_disconnected
+from penstock.server.run import Choice, Run, Shape
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -85,96 +85,69 @@ class ResponseAnswer(BaseModel):
     usage: ResponseUsage | None = None
 
 
-class ResponseEvent(BaseModel):
-    """One event of a stream; which fields it has depends on its type."""
-
-    type: str
-    sequence_number: int
-    response: ResponseAnswer | None = None
-    output_index: int | None = None
-    content_index: int | None = None
-    item_id: str | None = None
-    item: OutputMessage | OutputCall | None = None
-    part: OutputText | None = None
-    delta: str | None = None
-    text: str | None = None
-    arguments: str | None = None
-    logprobs: list[Any] | None = None
-
-
 @router.post("/v1/responses", response_model=ResponseAnswer)
 async def responses(ask: ResponseAsk, request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_model(ask.model)
+    service = Service.of(request, ask.model)
     try:
         chat_ask = ask.as_chat()
     except ValidationError as error:
-        raise NotHonoured(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
+        raise Refused(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
     run = Run(service, request)
-    created = CreatedResponse(ask, Conversation(service, chat_ask, run))
-    await created.conversation.start()
-    if ask.stream:
-        return run.streamed(created.events())
-    try:
-        answer = await unless_disconnected(request, created.answer())
-    finally:
-        run.close()
-    if answer is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(answer.model_dump())
+    await converse(run, chat_ask)
+    return await run.respond(CreatedResponse(ask, run), is_streamed=ask.stream)
 
 
-class CreatedResponse:
+class CreatedResponse(Shape):
     """A conversation in the shape of a response."""
 
-    def __init__(self, ask: ResponseAsk, conversation: Conversation) -> None:
-        self.conversation = conversation
-        self._ask, self._run = ask, conversation.run
-        self._message_id = f"msg_{self._run.request_id}"
+    def __init__(self, ask: ResponseAsk, run: Run) -> None:
+        self._ask, self._run = ask, run
+        self._message_id = f"msg_{run.request_id}"
         self._num_events = 0
+        self._text = ""  # told so far
 
-    async def answer(self) -> ResponseAnswer:
-        (reply,) = await self.conversation.replies()
-        return self._finished(reply)
+    def answer(self) -> dict[str, Any]:
+        (choice,), (output,) = self._run.choices, self._run.outputs
+        return self._finished(*choice.calls.read(output.text), output).model_dump()
 
-    async def events(self) -> AsyncIterator[bytes]:
-        yield self._event("response.created", response=self._response("in_progress", []))
-        yield self._event("response.in_progress", response=self._response("in_progress", []))
-        said: list[str] = []
-        async for part in self.conversation.parts():
-            if isinstance(part, Said | Ended) and part.text:
-                if not said:
-                    for event in self._begin_message():
-                        yield event
-                said.append(part.text)
-                yield self._text_event("delta", delta=part.text, logprobs=[])
-            else:
-                yield sse.NOTHING
-            if isinstance(part, Ended):
-                for event in self._end(part, "".join(said)):
-                    yield event
+    def begin(self) -> bytes:
+        names = ("response.created", "response.in_progress")
+        return b"".join(self._event(name, response=self._response("in_progress", [])) for name in names)
 
-    def _begin_message(self) -> list[bytes]:
-        message = self._message("in_progress", None)
-        part = OutputText(text="")
-        return [
-            self._event("response.output_item.added", output_index=0, item=message),
-            self._event(
-                "response.content_part.added", item_id=self._message_id, output_index=0, content_index=0, part=part
-            ),
-        ]
+    def tell(self, choice: Choice | None, event: Event | None) -> bytes:
+        if choice is not None and isinstance(event, Token):
+            return self._tell_text(choice.calls.push(event.text))
+        if choice is not None and isinstance(event, Finished):
+            held, calls = choice.calls.finish()
+            told = self._tell_text(held)
+            return told + self._tell_end(self._finished(self._text, calls, event.output))
+        return sse.NOTHING
 
-    def _end(self, ended: Ended, text: str) -> list[bytes]:
-        reply = Reply(text=text, calls=ended.calls, reason=ended.reason, output=ended.output)
-        answer = self._finished(reply)
+    def _tell_text(self, text: str) -> bytes:
+        if not text:
+            return sse.NOTHING
+        begin = sse.NOTHING if self._text else self._begin_message()
+        self._text += text
+        return begin + self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Says where the text is; the message is the first item, where there is one."""
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+    def _begin_message(self) -> bytes:
+        message = OutputMessage(id=self._message_id, status="in_progress", content=[])
+        added = self._event("response.output_item.added", output_index=0, item=message)
+        return added + self._event("response.content_part.added", **self._place, part=OutputText(text=""))
+
+    def _tell_end(self, answer: ResponseAnswer) -> bytes:
         found: list[bytes] = []
         for index, item in enumerate(answer.output):
             if isinstance(item, OutputMessage):
-                if not text:
-                    found += self._begin_message()
-                found.append(self._text_event("done", text=text, logprobs=[]))
-                where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
-                found.append(self._event("response.content_part.done", **where, part=item.content[0]))
+                (part,) = item.content
+                found.append(sse.NOTHING if part.text else self._begin_message())
+                found.append(self._event("response.output_text.done", **self._place, text=part.text, logprobs=[]))
+                found.append(self._event("response.content_part.done", **self._place, part=part))
             else:
                 begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
                 where = {"item_id": item.id, "output_index": index}
@@ -182,17 +155,16 @@ class CreatedResponse:
                 found.append(self._event("response.function_call_arguments.delta", **where, delta=item.arguments))
                 found.append(self._event("response.function_call_arguments.done", **where, arguments=item.arguments))
             found.append(self._event("response.output_item.done", output_index=index, item=item))
-        name = "response.completed" if answer.status == "completed" else "response.incomplete"
-        return [*found, self._event(name, response=answer)]
+        return b"".join([*found, self._event(f"response.{answer.status}", response=answer)])
 
-    def _finished(self, reply: Reply) -> ResponseAnswer:
-        status: Status = "incomplete" if reply.reason == "length" else "completed"
-        items: list[OutputMessage | OutputCall] = [_call(call) for call in reply.calls]
-        if reply.text or not items:
-            items = [self._message(status, reply.text), *items]
+    def _finished(self, text: str, calls: list[ToolCall], output: Output) -> ResponseAnswer:
+        status: Status = "incomplete" if output.finish_reason == "length" and not calls else "completed"
+        items: list[OutputMessage | OutputCall] = [_call(call) for call in calls]
+        if text or not items:
+            message = OutputMessage(id=self._message_id, status=status, content=[OutputText(text=text)])
+            items = [message, *items]
         answer = self._response(status, items)
         answer.incomplete_details = Incomplete() if status == "incomplete" else None
-        output = reply.output
         answer.usage = ResponseUsage(
             input_tokens=output.num_prompt_tokens,
             input_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
@@ -200,10 +172,6 @@ class CreatedResponse:
             total_tokens=output.num_prompt_tokens + len(output.token_ids),
         )
         return answer
-
-    def _message(self, status: Status, text: str | None) -> OutputMessage:
-        content = [] if text is None else [OutputText(text=text)]
-        return OutputMessage(id=self._message_id, status=status, content=content)
 
     def _response(self, status: Status, output: list[OutputMessage | OutputCall]) -> ResponseAnswer:
         ask = self._ask
@@ -225,16 +193,9 @@ class CreatedResponse:
             top_p=ask.top_p,
         )
 
-    def _text_event(self, kind: str, **fields: Any) -> bytes:
-        where = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        return self._event(f"response.output_text.{kind}", **where, **fields)
-
     def _event(self, name: str, **fields: Any) -> bytes:
-        event = ResponseEvent(type=name, sequence_number=self._num_events, **fields)
         self._num_events += 1
-        # Whole documents inside, so that their defaults are sent too; the event's own empty fields are not.
-        document = {key: value for key, value in event.model_dump().items() if key in event.model_fields_set}
-        return sse.named_event(name, document)
+        return sse.event({"type": name, "sequence_number": self._num_events - 1} | fields, name)
 
 
 def _call(call: ToolCall) -> OutputCall:

@@ -1,110 +1,145 @@
-"""One HTTP request while the engine works on it: its choices, their events and times."""
+"""One HTTP request while the engine works on it: its choices, their events and times, and its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from penstock.engine.engine import Event, Prompt
-from penstock.errors import EngineClosed
-from penstock.request import Finished, Output, PrefillProgress, Token
+from penstock.errors import EngineClosed, PromptTooLong
+from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.server.answers import PromptProgress, Usage
-from penstock.server.problems import TimedOut
+from penstock.server.problems import Refused
 from penstock.server.service import Service
-from penstock.server.sse import EventStream
+from penstock.server.sse import NOTHING, EventStream
+from penstock.server.tools import CallReader
 
 T = TypeVar("T")
 PROGRESS_PERIOD_S = 1.0
 CLIENT_CLOSED_REQUEST = 499
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Choice:
-    """One answer that the request asks for: the prompt, and what the engine is told about it."""
+    """One answer that the request asks for, and what came of it so far."""
 
-    prompt: Prompt
-    settings: dict[str, Any]
-    num_prompt_tokens: int
+    index: int
+    calls: CallReader
+    num_written: int = 0
+    last_token_at: float | None = None  # None: it has none
+    output: Output | None = None  # None: it has not ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """An event of one choice."""
+class Shape:
+    """How an API tells what comes of a run: in one document, or as server-sent events while it comes."""
 
-    choice: int
-    event: Event
+    def answer(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def begin(self) -> bytes:
+        return NOTHING
+
+    def tell(self, choice: Choice | None, event: Event | None) -> bytes:
+        """Tells of an event of a choice; both are None when nothing happened for a while."""
+        return NOTHING
+
+    def end(self) -> bytes:
+        return NOTHING
 
 
 class Run:
     """Submits the choices of a request together and reads their events; closing cancels what still runs."""
 
-    def __init__(self, service: Service, request: Request, *, priority: int = 0) -> None:
+    def __init__(self, service: Service, request: Request) -> None:
         state = request.scope["state"]
         self.request_id: str = state["request_id"]
         self.facts: dict[str, Any] = state.setdefault("facts", {})
         self.arrived_at: float = state["arrived_at"]
         self.created = int(time.time())
-        self.outputs: dict[int, Output] = {}
-        self._service = service
-        self._priority = priority
-        self._engine = service.engine
-        self._follower = self._engine.follower(self._end_lost)
-        self._choice_by_id: dict[int, int] = {}
-        self._last_token_at: dict[int, float] = {}
+        self.service = service
+        self.engine = service.engine.engine
+        self.choices: list[Choice] = []
+        self._request = request
+        self._steps = service.engine
+        self._follower = self._steps.follower(self._end_lost)
+        self._choice_by_id: dict[int, Choice] = {}
+        self._num_open = 0
         self._progress: PrefillProgress | None = None
         self._num_prompt_tokens = 0
         self._is_closed = False
 
-    async def start(self, choices: Sequence[Choice]) -> None:
-        """Refusals are raised here, before anything was answered. The first choice leads; others share its prefix."""
+    async def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        num_each: int = 1,
+        *,
+        chunk_size: int | str | None = None,
+        priority: int | None = None,
+        reader: Callable[[], CallReader] = CallReader,
+    ) -> None:
+        """Submits `num_each` choices for each prompt, each with its own seed; the first leads, others share its prefix.
+
+        Refusals are raised here, before anything was answered.
+        """
+        settings = self.service.settings
+        num_choices, lengths = num_each * len(prompts), [_num_tokens(prompt) for prompt in prompts]
+        if num_choices > settings.max_choices:
+            raise Refused(f"{num_choices} choices are asked for; {settings.max_choices} is the most.", param="n")
+        limit, longest = settings.max_prompt_tokens, max(lengths)
+        if limit is not None and longest > limit:
+            raise PromptTooLong(f"The prompt has {longest} tokens; the server takes {limit}. Shorten it.")
+        given = {"chunk_size": chunk_size, "priority": priority or 0, "deadline_s": settings.request_timeout_s}
         try:
-            for index, choice in enumerate(choices):
-                settings = choice.settings | {"priority": self._priority}
-                timeout_s = self._service.settings.request_timeout_s
-                request_id = await self._follower.submit(choice.prompt, deadline_s=timeout_s, **settings)
-                self._choice_by_id[request_id] = index
-                self._service.board.join(request_id)
+            for index, (prompt, number) in enumerate(product(prompts, range(num_each))):
+                seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
+                params = replace(sampling, seed=seed)
+                request_id = await self._follower.submit(prompt, params=params, **given)
+                self._choice_by_id[request_id] = choice = Choice(index=index, calls=reader())
+                self.choices.append(choice)
+                self.service.board.join(request_id)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                self._service.metrics.count_cancelled()  # the one that was on its way when the client left
+                self.service.metrics.count_cancelled()  # the one that was on its way when the client left
             self.close()
             raise
-        self._num_prompt_tokens = choices[0].num_prompt_tokens
+        self._num_open, self._num_prompt_tokens = num_choices, lengths[0]
 
-    async def happenings(self) -> AsyncIterator[Happening | None]:
-        """Events until every choice has ended; None when nothing happened for a while, a second at most."""
-        period_s = min(PROGRESS_PERIOD_S, self._service.settings.keep_alive_s)
-        while len(self.outputs) < len(self._choice_by_id):
-            event = await self._follower.next(period_s)
-            if event is None:
-                yield None
-                continue
-            choice = self._choice_by_id[event.request_id]
-            self._note(choice, event)
-            yield Happening(choice=choice, event=event)
+    async def respond(self, shape: Shape, *, is_streamed: bool | None = False) -> Response:
+        """Sends the answer as it comes or in one piece. Its end, whatever it is, ends the run."""
+        if is_streamed:
+            return EventStream(self._events(shape), self._request, self.close)
+        try:
+            answer = await _unless_disconnected(self._request, self._whole(shape))
+        finally:
+            self.close()
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else JSONResponse(answer)
 
-    async def finish(self) -> list[Output]:
-        """The outputs of all choices, in their order."""
-        async for _ in self.happenings():
-            pass
-        return self.ordered_outputs
+    async def _events(self, shape: Shape) -> AsyncIterator[bytes]:
+        yield shape.begin()
+        while self._num_open:
+            yield shape.tell(*await self._next())
+        yield shape.end()
 
-    def streamed(self, events: AsyncIterator[bytes]) -> EventStream:
-        """The answer as a stream, whose end, whatever it is, ends the run."""
-        keep_alive_s = self._service.settings.keep_alive_s
-        return EventStream(events, request_id=self.request_id, keep_alive_s=keep_alive_s, close=self.close)
+    async def _whole(self, shape: Shape) -> dict[str, Any]:
+        while self._num_open:
+            await self._next()
+        return shape.answer()
 
     @property
-    def ordered_outputs(self) -> list[Output]:
-        return [self.outputs[index] for index in sorted(self.outputs)]
+    def outputs(self) -> list[Output]:
+        """Lists the outputs of the choices that have ended, in their order."""
+        return [choice.output for choice in self.choices if choice.output is not None]
 
     def progress(self) -> PromptProgress:
-        """Of the first choice, as it stands now."""
+        """Tells the progress of the first choice, as it stands now."""
         first, last = next(iter(self._choice_by_id)), self._progress
         time_ms = (time.perf_counter() - self.arrived_at) * 1e3
         total = last.num_total_estimate if last else self._num_prompt_tokens
@@ -114,7 +149,7 @@ class Run:
             processed=last.num_computed if last else 0,
             time_ms=round(time_ms, 1),
             eta_ms=round(last.eta_s * 1e3, 1) if last else None,
-            queue_position=self._service.board.queue_position(first),
+            queue_position=self.service.board.queue_position(first),
         )
 
     def usage_so_far(self, num_written: int) -> Usage:
@@ -127,8 +162,8 @@ class Run:
         self._is_closed = True
         self._follower.close()
         # Between steps and after the cancellation: no plan names these requests from then on.
-        self._engine.post(self._leave)
-        outputs = self.ordered_outputs
+        self._steps.post(self._leave)
+        outputs = self.outputs
         self.facts |= {
             "prompt_tokens": self._num_prompt_tokens,
             "cached_tokens": outputs[0].num_cached_tokens if outputs else None,
@@ -137,38 +172,50 @@ class Run:
         }
 
     def _leave(self) -> None:
-        service = self._service
         for request_id, choice in self._choice_by_id.items():
-            output = self.outputs.get(choice)
-            service.metrics.end_request(request_id, output, service.board.leave(request_id))
+            self.service.metrics.end_request(request_id, choice.output, self.service.board.leave(request_id))
 
     def _end_lost(self, request_id: int) -> None:
-        """The client left while this one was submitted; it is counted already."""
-        self._service.board.leave(request_id)
-        self._service.metrics.forget(request_id)
+        """Forgets a request that was submitted while its client left; it is counted already."""
+        self.service.board.leave(request_id)
+        self.service.metrics.forget(request_id)
 
-    def _note(self, choice: int, event: Event) -> None:
+    async def _next(self) -> tuple[Choice, Event] | tuple[None, None]:
+        """Waits for an event of one of the choices, and notes it; a second at most, if nothing happens."""
+        event = await self._follower.next(min(PROGRESS_PERIOD_S, self.service.settings.keep_alive_s))
+        if event is None:
+            return None, None
+        choice, metrics = self._choice_by_id[event.request_id], self.service.metrics
         now = time.perf_counter()
-        if isinstance(event, PrefillProgress) and choice == 0:
+        if isinstance(event, PrefillProgress) and choice.index == 0:
             self._progress = event
             self._num_prompt_tokens = event.num_total_estimate
         elif isinstance(event, Token):
-            before = self._last_token_at.get(choice)
-            self._service.metrics.take_token(now - (self.arrived_at if before is None else before), before is None)
-            self._last_token_at[choice] = now
+            before = choice.last_token_at
+            metrics.take_token(now - (self.arrived_at if before is None else before), before is None)
+            choice.last_token_at = now
+            choice.num_written += 1
         elif isinstance(event, Finished):
-            self._service.metrics.end_answer(now - self.arrived_at, event.output)
+            metrics.end_answer(now - self.arrived_at, event.output)
             self._refuse_unfinished(event.output)
-            self.outputs[choice] = event.output
+            choice.output = event.output
+            self._num_open -= 1
+        return choice, event
 
     def _refuse_unfinished(self, output: Output) -> None:
+        timeout_s = self.service.settings.request_timeout_s
         if output.finish_reason == "deadline":
-            raise TimedOut(f"The request took longer than {self._service.settings.request_timeout_s} s and was ended.")
+            raise Refused(f"The request took longer than {timeout_s} s and was ended.", status=504)
         if output.finish_reason == "abort":
             raise EngineClosed("The server is shutting down and ended this request. Send it again elsewhere.")
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+def _num_tokens(prompt: Any) -> int:
+    """Counts the tokens of a prompt; 0 where it is messages, which the engine reads itself."""
+    return len(prompt) if not prompt or isinstance(prompt[0], int) else 0
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """What the work gives; None, with the work cancelled, if the client leaves first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))

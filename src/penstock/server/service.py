@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
 
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
-from penstock.errors import EngineClosed, PromptTooLong
+from penstock.errors import EngineClosed
+from penstock.plan.memory import over_budget
+from penstock.request import StepPlan, StepResult
 from penstock.server.board import Board
+from penstock.server.chat_asks import GivenMessage
 from penstock.server.metrics import Metrics
-from penstock.server.problems import StillLoading, UnknownModel
+from penstock.server.problems import Refused
 from penstock.server.settings import ServerSettings
-from penstock.server.timeline import Timeline
 
+TOLD_AGAIN = 1.01  # a peak above the budget is logged again when it has grown by this
 log = logging.getLogger("penstock.server")
 
 
@@ -29,16 +36,21 @@ class Service:
         self.metrics = Metrics()
         self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None
+        self._told_bytes = 0  # the last peak above the budget that was logged
 
-    @property
-    def timeline(self) -> Timeline:
-        return Timeline(self.engine)
+    @classmethod
+    def of(cls, request: Request, model: str | None) -> Service:
+        """Returns the service that a request came to, and refuses a model that it does not serve."""
+        service: Service = request.app.state.service
+        if model is not None and model != service.settings.model:
+            raise Refused(f"The model {model!r} is not served here; {service.settings.model!r} is.", status=404)
+        return service
 
     async def load(self) -> None:
         started_at = time.perf_counter()
         engine = await asyncio.to_thread(self._loaded)
         engine.on_plan = self.board.take_plan
-        engine.on_step = self.metrics.take_step
+        engine.on_step = self._take_step
         self.metrics.describe(self.settings.model, engine, self.board)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
@@ -55,19 +67,19 @@ class Service:
     @property
     def engine(self) -> AsyncEngine:
         if self._engine is None:
-            raise StillLoading(f"The model {self.settings.model} is being loaded. Try again soon.")
+            raise Refused(f"The model {self.settings.model} is being loaded. Try again soon.", status=503)
         if self.is_draining:
             raise EngineClosed("The server is shutting down and takes no more requests.")
         return self._engine
 
-    def check_model(self, name: str) -> None:
-        if name != self.settings.model:
-            raise UnknownModel(f"The model {name!r} is not served here; {self.settings.model!r} is.")
+    async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Returns the tokens of texts and of what is tokens already."""
+        encode = self.engine.engine.prompts.text_tokens
+        return await asyncio.to_thread(lambda: [encode(one) if isinstance(one, str) else one for one in prompts])
 
-    def check_length(self, num_tokens: int) -> None:
-        limit = self.settings.max_prompt_tokens
-        if limit is not None and num_tokens > limit:
-            raise PromptTooLong(f"The prompt has {num_tokens} tokens; the server takes {limit}. Shorten it.")
+    def messages(self, given: Sequence[GivenMessage]) -> list[dict[str, Any]]:
+        """Returns messages as templates know them; an image that is too large is refused."""
+        return [message.for_template(self.settings.max_image_bytes) for message in given]
 
     async def drain(self) -> None:
         """Nothing new is taken; what runs may end by itself until the time for that is over, and is ended then."""
@@ -86,8 +98,15 @@ class Service:
             await self._engine.close(drain=False)
         await closing
 
+    def _take_step(self, plan: StepPlan, result: StepResult) -> None:
+        self.metrics.take_step(plan, result)
+        peak_bytes, over = result.peak_bytes, over_budget(result.peak_bytes, self.config.memory)
+        if over and peak_bytes > self._told_bytes * TOLD_AGAIN:
+            self._told_bytes = peak_bytes
+            log.warning(f"over budget: {over}", extra={"peak_bytes": peak_bytes, "budget_bytes": self.config.memory})
+
     def _loaded(self) -> Engine:
-        engine = Engine(load_model(self.settings.model, self.config), self.config, trace=self.settings.trace)
+        engine = Engine(load_model(self.settings.model, self.config), trace=self.settings.trace)
         engine.warm_up()
         engine.record()
         return engine

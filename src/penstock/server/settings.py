@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config import MIB
 from penstock.errors import InvalidSetting
 
-MIB = 2**20
+TIMEOUTS = ("request_timeout_s", "keep_alive_s", "body_timeout_s", "whole_body_timeout_s", "header_timeout_s")
+CONNECTIONS = ("max_connections", "max_connections_per_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,27 +19,28 @@ class ServerSettings:
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # none: everybody who reaches the port may ask
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # without a key, on a loopback address: names beside localhost
     max_body_bytes: int = 32 * MIB
     max_image_bytes: int = 20 * MIB
     max_prompt_tokens: int | None = None  # None: what the context and the memory hold
     max_choices: int = 16
     request_timeout_s: float | None = None  # None: a request may take as long as it needs
     drain_timeout_s: float = 30.0
-    body_timeout_s: float = 60.0  # the longest pause while a body is sent
+    body_timeout_s: float = 60.0  # the longest pause while a body is sent, or an answer is read
+    whole_body_timeout_s: float = 300.0
+    header_timeout_s: float = 10.0  # until a connection has sent the headers of a request, its first or its next
+    max_connections: int = 512  # fewer where the process may not open so many files
+    max_connections_per_client: int = 256
     trace: Path | None = None  # written when the server ends
     keep_alive_s: float = 10.0  # a comment is sent when nothing else was for so long
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_image_bytes", "max_choices"):
-            if getattr(self, name) < 1:
-                raise InvalidSetting(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise InvalidSetting(f"max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1.")
-        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
-            raise InvalidSetting(f"request_timeout_s is {self.request_timeout_s}; it must be above 0.")
-        for name in ("keep_alive_s", "body_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise InvalidSetting(f"{name} is {getattr(self, name)}; it must be above 0.")
+        for name in ("max_body_bytes", "max_image_bytes", "max_choices", "max_prompt_tokens", *CONNECTIONS):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidSetting(f"{name} is {value}; it must be at least 1.")
+        for name in TIMEOUTS:
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise InvalidSetting(f"{name} is {value}; it must be above 0.")
         if not 0 <= self.port < 65536:
             raise InvalidSetting(f"The port is {self.port}; it must be 0 (any free one) to 65535.")
         if any(not key for key in self.api_keys):

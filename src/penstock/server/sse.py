@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import to_json
+from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.problems import ProblemAnswer, problem_of
+from penstock.server.problems import problem_of
 
 NOTHING = b""  # given where there is nothing to send
 DONE = b"data: [DONE]\n\n"
@@ -19,13 +19,10 @@ KEEP_ALIVE = b": still here\n\n"
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-def event(data: BaseModel) -> bytes:
-    """Fields that were never set are left out."""
-    return b"data: " + data.__pydantic_serializer__.to_json(data, exclude_unset=True) + b"\n\n"
-
-
-def named_event(name: str, document: dict[str, Any]) -> bytes:
-    return f"event: {name}\n".encode() + b"data: " + to_json(document) + b"\n\n"
+def event(document: Any, name: str | None = None) -> bytes:
+    """Writes a document, of plain values or of models with all their fields, as an event."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + to_json(document, inf_nan_mode="null") + b"\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -36,12 +33,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, parts: AsyncIterator[bytes], *, request_id: str, keep_alive_s: float, close: Callable[[], None]
-    ) -> None:
+    def __init__(self, parts: AsyncIterator[bytes], request: Request, close: Callable[[], None] = lambda: None) -> None:
         self._parts = parts
-        self._keep_alive_s = keep_alive_s
-        self._request_id = request_id
+        self._request = request
         self._close = close
         super().__init__(self._guarded(), headers=HEADERS)
 
@@ -53,13 +47,12 @@ class EventStream(StreamingResponse):
 
     async def _guarded(self) -> AsyncIterator[bytes]:
         try:
-            sent_at = time.monotonic()
+            keep_alive_s, sent_at = self._request.app.state.service.settings.keep_alive_s, time.monotonic()
             async for part in self._parts:
                 now = time.monotonic()
-                if part or now - sent_at >= self._keep_alive_s:
+                if part or now - sent_at >= keep_alive_s:
                     sent_at = now
                     yield part or KEEP_ALIVE
         except Exception as error:
-            _, problem = problem_of(error, self._request_id)
-            yield b"data: " + ProblemAnswer(error=problem).model_dump_json().encode() + b"\n\n"
-            yield DONE
+            _, answer = problem_of(error, self._request.scope["state"]["request_id"])
+            yield event(answer) + DONE

@@ -18,7 +18,7 @@ from penstock.server.chat_asks import GivenMessage
 from penstock.server.service import Service
 
 router = APIRouter()
-MOST_PLANNED_CONTEXTS = 4  # a plan is walked chunk by chunk; what is longer than this cannot fit anyway
+MAX_PLANNED_CONTEXTS = 4  # a plan is walked chunk by chunk; what is longer than this cannot fit anyway
 
 
 class TextAsk(Ask):
@@ -78,7 +78,7 @@ class Reset(BaseModel):
 
 @router.post("/tokenize")
 async def tokenize(ask: TextAsk, request: Request) -> Tokens:
-    service = _service(request, ask.model)
+    service = Service.of(request, ask.model)
     engine = service.engine.engine
     tokens = await asyncio.to_thread(_encoded, service, ask.prompt, ask.messages, ask.add_special_tokens)
     return Tokens(count=len(tokens), max_model_len=engine.scheduler.capacity, tokens=tokens)
@@ -86,7 +86,7 @@ async def tokenize(ask: TextAsk, request: Request) -> Tokens:
 
 @router.post("/detokenize")
 async def detokenize(ask: TokensAsk, request: Request) -> Text:
-    engine = _service(request, ask.model).engine.engine
+    engine = Service.of(request, ask.model).engine.engine
     limit = engine.model.spec.vocab_size - 1
     if wrong := next((token for token in ask.tokens if token > limit), None):
         raise InvalidPrompt(f"There is no token {wrong}; ids are whole numbers from 0 to {limit}.")
@@ -96,7 +96,7 @@ async def detokenize(ask: TokensAsk, request: Request) -> Text:
 @router.post("/plan")
 async def plan(ask: PlanAsk, request: Request) -> Plan:
     """What a prompt would cost here, without running it."""
-    service = _service(request, ask.model)
+    service = Service.of(request, ask.model)
     tokens: list[int] = []
     if isinstance(ask.prompt, list):
         tokens = ask.prompt
@@ -106,7 +106,7 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
     if not num_tokens:
         raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
     engine = service.engine.engine
-    if num_tokens > (limit := MOST_PLANNED_CONTEXTS * engine.scheduler.capacity):
+    if num_tokens > (limit := MAX_PLANNED_CONTEXTS * engine.scheduler.capacity):
         raise PromptTooLong(f"The prompt has {num_tokens} tokens; plans are made for {limit} at most.")
     num_cached = await service.engine.call(lambda engine: _num_cached(engine, tokens))
     planned = await asyncio.to_thread(engine.plan, num_tokens, chunk_size=ask.chunk_size)
@@ -116,7 +116,7 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Reset:
     """Forgets every prefix that nobody is using now."""
-    return Reset(freed_blocks=await _service(request, None).engine.call(_forget_prefixes))
+    return Reset(freed_blocks=await Service.of(request, None).engine.call(_forget_prefixes))
 
 
 def _num_cached(engine: Engine, tokens: list[int]) -> int:
@@ -126,13 +126,9 @@ def _num_cached(engine: Engine, tokens: list[int]) -> int:
 
 
 def _forget_prefixes(engine: Engine) -> int:
-    pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
-    num_cached = pool.num_cached
-    if prefix is not None:
-        prefix.clear()
-    if engine.states is not None:
-        engine.states.clear()
-    return num_cached - pool.num_cached
+    num_cached = engine.scheduler.pool.num_cached
+    engine.forget_prefixes()
+    return num_cached - engine.scheduler.pool.num_cached
 
 
 def _encoded(
@@ -141,12 +137,4 @@ def _encoded(
     engine = service.engine.engine
     if prompt is not None:
         return engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    max_bytes = service.settings.max_image_bytes
-    return engine.prompts.message_tokens([message.for_template(max_bytes) for message in messages or []])
-
-
-def _service(request: Request, model: str | None) -> Service:
-    service: Service = request.app.state.service
-    if model is not None:
-        service.check_model(model)
-    return service
+    return engine.prompts.message_tokens(service.messages(messages or []))

@@ -7,13 +7,12 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.engine.prompts import PromptReader
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt
 from penstock.server.answers import CalledFunction, ToolCall
-from penstock.server.chat_asks import Function, Tool
+from penstock.server.chat_asks import Function
 
 # JSON without free white space, of which a small model may never stop writing.
 ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -35,7 +34,7 @@ BARE = CallFormat(opening="", closing="", arguments="parameters")
 
 
 def call_format(reader: PromptReader) -> CallFormat:
-    """As the template shows it to the model; refused where the template has no place for tools."""
+    """Finds the form of calls that the template shows to the model; a template with no place for tools is refused."""
     with_tools = reader.rendered(_PROBE, tools=[_PROBE_TOOL])
     if "a_probe" not in with_tools:
         raise InvalidPrompt("The model's chat template has no place for tools. Take another model, or leave them out.")
@@ -44,10 +43,6 @@ def call_format(reader: PromptReader) -> CallFormat:
     if '"parameters"' in with_tools and "<function=" not in with_tools:
         return BARE
     raise InvalidPrompt("The model writes calls in a way that this server does not read. Leave the tools out.")
-
-
-def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def call_grammar(form: CallFormat, functions: Sequence[Function]) -> str:
@@ -68,29 +63,37 @@ def call_grammar(form: CallFormat, functions: Sequence[Function]) -> str:
 
 
 class CallReader:
-    """Separates the text of an answer from its calls while it is being written."""
+    """Separates the text of an answer from its calls while it is being written; without a format, all is text."""
 
-    def __init__(self, form: CallFormat, *, takes_one: bool) -> None:
+    def __init__(self, form: CallFormat | None = None, *, takes_one: bool = False) -> None:
         self._form = form
         self._takes_one = takes_one
-        self._before = StopText((form.opening,)) if form.opening else None
+        self._before = StopText((form.opening,)) if form is not None and form.opening else None
         self._all: list[str] = []
+        self._num_shown = 0
 
     def push(self, text: str) -> str:
-        """What is surely no call and may be shown."""
+        """Returns what is surely no call and may be shown."""
+        if self._form is None:
+            return text
         self._all.append(text)
-        return "" if self._before is None else self._before.push(text)
+        shown = "" if self._before is None else self._before.push(text)
+        self._num_shown += len(shown)
+        return shown
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """(the text that was still held back, the calls). What looks like a call and cannot be read is text."""
+        """Gives (the text that was still held back, the calls). What looks like a call and cannot be read is text."""
+        if self._form is None:
+            return "", []
         text = "".join(self._all)
-        calls = read_calls(self._form, text)
-        if self._before is None:
-            return ("", calls[: 1 if self._takes_one else None]) if calls else (text, [])
-        if not calls:
-            shown = text.partition(self._form.opening)[0] if self._before.is_stopped else text
-            return (text[len(shown) :] if self._before.is_stopped else self._before.flush()), []
-        return "", calls[: 1 if self._takes_one else None]
+        calls = read_calls(self._form, text)[: 1 if self._takes_one else None]
+        return ("" if calls else text[self._num_shown :]), calls
+
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Gives the text and the calls of an answer that is whole."""
+        shown = self.push(text)
+        held, calls = self.finish()
+        return (shown.strip() if calls else shown + held), calls
 
 
 def read_calls(form: CallFormat, text: str) -> list[ToolCall]:
@@ -105,7 +108,7 @@ def read_calls(form: CallFormat, text: str) -> list[ToolCall]:
 def _call(form: CallFormat, text: str) -> ToolCall | None:
     try:
         given = json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         return None
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return None

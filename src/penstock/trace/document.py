@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -28,7 +29,7 @@ class _Part(Document):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-class Lane(_Part):
+class TraceLane(_Part):
     id: str
     eligible: bool
     applied: bool
@@ -37,12 +38,12 @@ class Lane(_Part):
     mask_mode: str
 
     @classmethod
-    def of(cls, facts: LaneFacts) -> Lane:
-        return cls(**{name: getattr(facts, name) for name in cls.model_fields})
+    def of(cls, facts: LaneFacts) -> TraceLane:
+        return cls.from_fields_of(facts)
 
 
 class Environment(_Part):
-    """Where it ran."""
+    """Describes where it ran."""
 
     penstock: str
     commit: str | None  # of the source; None: installed from a package
@@ -63,7 +64,7 @@ class TraceModel(_Part):
     max_context: Count
 
 
-class Limits(_Part):
+class TraceLimits(_Part):
     """What the steps had to keep to."""
 
     memory_budget_bytes: Count
@@ -77,7 +78,7 @@ class Limits(_Part):
 
 
 class TracePlan(_Part):
-    """Of the longest prompt in the trace."""
+    """Tells the plan of the longest prompt in the trace."""
 
     prompt_tokens: Count
     chunk_size: Count
@@ -126,6 +127,10 @@ class TraceStep(_Part):
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def num_read(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks if chunk.kind == "prefill")
+
 
 class ChunkTime(_Part):
     step: Count
@@ -161,8 +166,8 @@ class Trace(_Part):
     began_at: str  # wall clock, ISO 8601
     environment: Environment
     model: TraceModel
-    lane: Lane
-    limits: Limits
+    lane: TraceLane
+    limits: TraceLimits
     plan: TracePlan | None = None  # None: no prompt was read
     adjustments: tuple[str, ...] = ()
     num_dropped_steps: Count = 0  # older than those kept
@@ -184,7 +189,7 @@ class Trace(_Part):
             raise InvalidTrace(f"{path} is no valid trace: {where}: {first['msg']}. Write it again.") from error
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes the document whole or not at all."""
         try:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trace-") as folder:
                 part = Path(folder) / path.name
@@ -199,12 +204,17 @@ class _Stamp(BaseModel):
     format: str | None = None
     version: int | None = None
 
+    @classmethod
+    def read(cls, text: bytes) -> _Stamp:
+        """Reads what a document calls itself; version 1 was lines, of which the first does."""
+        for part in (text, text.partition(b"\n")[0]):
+            with suppress(ValidationError):
+                return cls.model_validate_json(part)
+        return cls()
+
 
 def _require_version(path: Path, text: bytes) -> None:
-    try:
-        stamp = _Stamp.model_validate_json(text)
-    except ValidationError:
-        stamp = _first_line(text)
+    stamp = _Stamp.read(text)
     if stamp.version is None or (stamp.format != FORMAT and stamp.type != "trace"):
         raise InvalidTrace(f"{path} is no trace of Penstock. Give a file that --trace or the server's /trace wrote.")
     if stamp.version != VERSION:
@@ -214,16 +224,8 @@ def _require_version(path: Path, text: bytes) -> None:
         )
 
 
-def _first_line(text: bytes) -> _Stamp:
-    """Version 1 was lines."""
-    try:
-        return _Stamp.model_validate_json(text.partition(b"\n")[0])
-    except ValidationError:
-        return _Stamp()
-
-
 def require_writable(path: Path) -> Path:
-    """Refused before a model is loaded, not after it has run."""
+    """Refuses a file before a model is loaded, not after it has run."""
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         raise InvalidSetting(f"--trace is {str(path)!r}; it must be a file in a folder that can be written.")
     return path

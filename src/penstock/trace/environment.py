@@ -1,4 +1,4 @@
-"""Where a trace was recorded: versions, processor, device, threads, commit. No torch."""
+"""Describes where something was recorded or measured: versions, processor, device, threads, commit. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock.plan.machine import processor_name
 from penstock.trace.document import Environment
 
 SOURCE = Path(__file__).parents[3]  # where the package lies in a clone
+LIBRARIES = ("torch", "transformers", "numpy")
 
 
 def environment(*, device: str, num_threads: int) -> Environment:
@@ -29,6 +30,13 @@ def environment(*, device: str, num_threads: int) -> Environment:
     )
 
 
+def versions() -> dict[str, str]:
+    """Names what a measurement was made with; what is not there is left out."""
+    found = {"penstock": __version__, "python": platform.python_version()}
+    found |= {name: number for name in LIBRARIES if (number := installed(name)) is not None}
+    return found if (commit := source_commit()) is None else found | {"commit": commit}
+
+
 def installed(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -38,7 +46,7 @@ def installed(package: str) -> str | None:
 
 @cache
 def source_commit() -> str | None:
-    """With "+changes" where the source differs from it."""
+    """Reads the commit of the source, with "+changes" where the source differs from it."""
     if not (SOURCE / ".git").exists():
         return None
     try:

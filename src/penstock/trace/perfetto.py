@@ -45,7 +45,6 @@ def events(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def _step(step: TraceStep) -> Iterator[dict[str, Any]]:
     begin, length = _us(step.started_s), round(step.elapsed_ms * 1e3, 3)
-    num_read = sum(chunk.num_tokens for chunk in step.chunks if chunk.kind == "prefill")
     num_decodes = sum(chunk.kind == "decode" for chunk in step.chunks)
     facts = {
         "reason": step.reason,
@@ -55,7 +54,7 @@ def _step(step: TraceStep) -> Iterator[dict[str, Any]]:
         "preempted": list(step.preempted),
     }
     yield _span(
-        f"step {step.step}: {num_read} read, {num_decodes} written", "step", begin, length, ENGINE, STEPS, facts
+        f"step {step.step}: {step.num_read} read, {num_decodes} written", "step", begin, length, ENGINE, STEPS, facts
     )
     for chunk in step.chunks:
         name = f"read {chunk.start} to {chunk.end}" if chunk.kind == "prefill" else f"token at {chunk.start}"
@@ -67,7 +66,7 @@ def _step(step: TraceStep) -> Iterator[dict[str, Any]]:
         "memory, MB": {"resident": step.memory_bytes / 1e6, "predicted": step.predicted_bytes / 1e6},
         "blocks held, %": {"held": step.kv_share * 100},
         "waiting": {"requests": step.num_waiting},
-        "tokens": {"read": num_read, "decoded": num_decodes},
+        "tokens": {"read": step.num_read, "decoded": num_decodes},
     }
     for name, values in counters.items():
         yield {"name": name, "ph": "C", "ts": begin, "pid": ENGINE, "args": values}

@@ -6,19 +6,17 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from penstock.request import Chunk, Failed, Finished, FinishReason, Request, StepPlan, StepResult
+from penstock.request import Chunk, Failed, Finished, Request, StepPlan, StepResult
 from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
 
-MOST_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
-MOST_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as its numbers
+MAX_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
+MAX_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as its numbers
 GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 4
 NUMBERS_PER_CHUNK = 6
 UNKNOWN = -1  # the length of a prompt that is still being read
-OUTCOMES: dict[FinishReason, Outcome] = {"abort": "cancelled", "stop": "stop", "length": "length"}
-OUTCOMES["deadline"] = "deadline"
 
 Record = TraceStep | TraceRequest
 
@@ -27,39 +25,13 @@ Record = TraceStep | TraceRequest
 class Ran:
     """A step that ran, in few bytes, as many are kept; a record is made of it when somebody wants to see it."""
 
-    step: int
+    plan: StepPlan  # without its chunks
+    chunks: array[int]  # NUMBERS_PER_CHUNK of each
     started_s: float
     elapsed_s: float
-    predicted_s: float
     memory_bytes: int
     peak_bytes: int
-    predicted_bytes: int
-    token_budget: int
-    num_waiting: int
     kv_share: float
-    reason: str
-    admitted: tuple[int, ...]
-    preempted: tuple[int, ...]
-    chunks: array[int]  # NUMBERS_PER_CHUNK of each
-
-    @classmethod
-    def of(cls, plan: StepPlan, result: StepResult, *, started_s: float, memory_bytes: int, kv_share: float) -> Ran:
-        return cls(
-            step=plan.step,
-            started_s=started_s,
-            elapsed_s=result.elapsed_s,
-            predicted_s=plan.predicted_s,
-            memory_bytes=memory_bytes,
-            peak_bytes=result.peak_bytes,
-            predicted_bytes=plan.predicted_bytes,
-            token_budget=plan.token_budget,
-            num_waiting=plan.waiting,
-            kv_share=min(1.0, kv_share),
-            reason=plan.reason,
-            admitted=plan.admitted,
-            preempted=plan.preempted,
-            chunks=array("q", [number for chunk in plan.chunks for number in _numbers(chunk)]),
-        )
 
     @property
     def num_chunks(self) -> int:
@@ -70,21 +42,17 @@ class Ran:
         return self.started_s + self.elapsed_s
 
     def record(self) -> TraceStep:
+        predicted_s = self.plan.predicted_s
         places = range(0, len(self.chunks), NUMBERS_PER_CHUNK)
-        return TraceStep(
-            step=self.step,
+        return TraceStep.from_fields_of(
+            self.plan,
             started_s=round(self.started_s, 6),
             elapsed_ms=round(self.elapsed_s * 1e3, 3),
-            predicted_ms=round(max(0.0, self.predicted_s) * 1e3, 3) if self.predicted_s else None,
+            predicted_ms=round(max(0.0, predicted_s) * 1e3, 3) if predicted_s else None,
             memory_bytes=self.memory_bytes,
             peak_bytes=self.peak_bytes,
-            predicted_bytes=self.predicted_bytes,
-            token_budget=self.token_budget,
-            num_waiting=self.num_waiting,
-            kv_share=round(self.kv_share, 4),
-            reason=self.reason,
-            admitted=self.admitted,
-            preempted=self.preempted,
+            num_waiting=self.plan.waiting,
+            kv_share=round(min(1.0, self.kv_share), 4),
             chunks=tuple(_chunk(*self.chunks[place : place + NUMBERS_PER_CHUNK]) for place in places),
         )
 
@@ -123,18 +91,13 @@ class Course:
             return None if at_s is None else round(max(0.0, at_s - self.arrived_s) * 1e3, 3)
 
         times = self.token_times_s
-        return TraceRequest(
-            id=self.id,
+        return TraceRequest.from_fields_of(
+            self,
             arrived_s=round(self.arrived_s, 6),
             queue_ms=since_arrival_ms(self.started_s),
             ttft_ms=since_arrival_ms(times[0] if times else None),
             ended_s=None if self.ended_s is None else round(self.ended_s, 6),
-            outcome=self.outcome,
-            error=self.error,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
             written_tokens=len(times) if self.written_tokens is None else self.written_tokens,
-            num_preemptions=self.num_preemptions,
             chunks=tuple(
                 ChunkTime(step=int(step), start=int(start), end=int(end), ms=ms)
                 for step, start, end, ms in zip(
@@ -142,7 +105,6 @@ class Course:
                 )
             ),
             gaps_ms=tuple(round(max(0.0, after - before) * 1e3, 3) for before, after in pairwise(times)),
-            adjustments=self.adjustments,
         )
 
 
@@ -221,7 +183,15 @@ class Recorder:
         for chunk in plan.chunks:
             if course := self._courses.get(chunk.sequence_id):
                 course.take_chunk(chunk, result, started_s)
-        ran = Ran.of(plan, result, started_s=started_s, memory_bytes=memory_bytes, kv_share=kv_share)
+        ran = Ran(
+            plan=replace(plan, chunks=()),
+            chunks=array("q", [number for chunk in plan.chunks for number in _numbers(chunk)]),
+            started_s=started_s,
+            elapsed_s=result.elapsed_s,
+            memory_bytes=memory_bytes,
+            peak_bytes=result.peak_bytes,
+            kv_share=kv_share,
+        )
         self._keep(ran)
         if self.listeners:
             self._tell(ran.record())
@@ -251,14 +221,15 @@ class Recorder:
             return
         output = event.output
         course.ended_s = self._now() - self._began_at
-        course.outcome = "failed" if course.error is not None else OUTCOMES[output.finish_reason]
+        ended = "cancelled" if output.finish_reason == "abort" else output.finish_reason
+        course.outcome = ended if course.error is None else "failed"
         course.prompt_tokens = output.num_prompt_tokens
         course.written_tokens = len(output.token_ids)
         self.longest_prompt = max(self.longest_prompt, output.num_prompt_tokens)
         self.most_prompt_chunks = max(self.most_prompt_chunks, output.num_prompt_chunks)
         self._ended.append(course)
         self._num_gaps += _num_gaps(course)
-        while self._num_gaps > MOST_GAPS and len(self._ended) > 1:
+        while self._num_gaps > MAX_GAPS and len(self._ended) > 1:
             self._num_gaps -= _num_gaps(self._ended.popleft())
         if self.listeners:
             self._tell(course.record())
@@ -266,7 +237,7 @@ class Recorder:
     def _keep(self, ran: Ran) -> None:
         self._ran.append(ran)
         self._num_chunks += ran.num_chunks
-        while self._num_chunks > MOST_CHUNKS and len(self._ran) > 1:
+        while self._num_chunks > MAX_CHUNKS and len(self._ran) > 1:
             self._num_chunks -= self._ran.popleft().num_chunks
             self._num_dropped += 1
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import ceil
 from statistics import median
 
 from penstock.document import Document
-from penstock.trace.document import Lane, Trace, TraceRequest, TraceStep
+from penstock.trace.document import Trace, TraceLane, TraceRequest, TraceStep
+from penstock.trace.percentile import percentile
 
 NUM_SLOWEST = 5
 LEAST_LIKE = 3  # steps that a comparison needs
 SLOW = 1.5  # times the median of its like, or the prediction
 LARGE_SHARE = 0.5
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 class Spread(Document):
@@ -57,7 +51,7 @@ class LongestGap(Document):
 
 class Summary(Document):
     model: str
-    lane: Lane
+    lane: TraceLane
     seconds: float
     num_steps: int
     num_dropped_steps: int
@@ -81,8 +75,8 @@ class Summary(Document):
 
 def summarize(trace: Trace, *, num_slowest: int = NUM_SLOWEST) -> Summary:
     steps, requests = trace.steps, trace.requests
-    reading = [step for step in steps if _num_read(step)]
-    read_tokens, read_s = sum(map(_num_read, steps)), sum(step.elapsed_ms for step in reading) / 1e3
+    read_tokens = sum(step.num_read for step in steps)
+    read_s = sum(step.elapsed_ms for step in steps if step.num_read) / 1e3
     seconds = steps[-1].ended_s - steps[0].started_s if steps else 0.0
     errors = [abs(step.elapsed_ms / step.predicted_ms - 1) for step in steps if step.predicted_ms]
     return Summary(
@@ -120,14 +114,7 @@ def _slowest(steps: Sequence[TraceStep], number: int) -> tuple[SlowStep, ...]:
         like.setdefault(_load(step), []).append(step.elapsed_ms)
     slowest = sorted(steps, key=lambda step: -step.elapsed_ms)[:number]
     return tuple(
-        SlowStep(
-            step=step.step,
-            started_s=step.started_s,
-            elapsed_ms=step.elapsed_ms,
-            predicted_ms=step.predicted_ms,
-            num_tokens=step.num_tokens,
-            why=tuple(_reasons(step, like[_load(step)], is_first=step is steps[0])),
-        )
+        SlowStep.from_fields_of(step, why=tuple(_reasons(step, like[_load(step)], is_first=step is steps[0])))
         for step in slowest
     )
 
@@ -177,7 +164,3 @@ def _longest_gap(steps: Sequence[TraceStep], requests: Sequence[TraceRequest]) -
     nearest = min(steps, key=lambda step: abs(step.ended_s - at_s), default=None)
     is_kept = nearest is not None and abs(nearest.ended_s - at_s) < 1e-3
     return LongestGap(request_id=request.id, gap_ms=gap_ms, step=nearest.step if nearest and is_kept else None)
-
-
-def _num_read(step: TraceStep) -> int:
-    return sum(chunk.num_tokens for chunk in step.chunks if chunk.kind == "prefill")

@@ -1,0 +1,87 @@
+"""`penstock plan`: what a prompt would cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.flags import Json, Model
+from penstock.cli.settings import ENGINE, engine_config, with_settings
+from penstock.cli.terminal import report_console, table_of
+from penstock.config import DEFAULT_MODEL, MB
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.engine.planning import ModelPlan
+
+BAR_WIDTH = 40
+
+
+@with_settings({"prompt_tokens": ENGINE})
+def plan(
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
+    json: Json = False,
+    **settings: Any,
+) -> None:
+    """Say what a prompt would cost, from the model's config alone."""
+    from penstock.cli.report import PlanReport
+    from penstock.engine.planning import plan_model
+
+    found = plan_model(model, prompt_tokens, engine_config(settings))
+    if json:
+        print(PlanReport.of(found).model_dump_json(indent=2))
+    else:
+        _show(report_console(), found)
+
+
+def _show(console: Console, plan: ModelPlan) -> None:
+    from rich.text import Text
+
+    from penstock.plan.prompt_plan import past_context
+
+    prompt = plan.prompt
+    packed = {"none": "", "keep": ", packed"}.get(plan.quantize, f", {plan.quantize}")
+    table = table_of(f"{plan.model} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", ["part"], ["MB"])
+    for name, num_bytes in (
+        ("Python, torch, libraries", prompt.runtime_bytes),
+        ("weights", prompt.weight_bytes),
+        ("keys and values", prompt.kv_bytes),
+        ("state", prompt.state_bytes),
+        ("activations of a chunk", prompt.activation_bytes),
+        ("logits", prompt.logits_bytes),
+        ("images", prompt.media_bytes),
+    ):
+        if num_bytes:
+            table.add_row(name, f"{num_bytes / MB:,.1f}")
+    table.add_section()
+    table.add_row("peak", f"{prompt.peak_bytes / MB:,.1f}", style="bold")
+    table.add_row("budget", f"{prompt.budget_bytes / MB:,.1f}")
+    console.print(table)
+    _show_chart(console, plan)
+    console.print(f"lane {plan.lane.id}: {plan.lane.reason}")
+    chunks = "1 chunk" if prompt.num_chunks == 1 else f"{prompt.num_chunks} chunks"
+    console.print(f"{chunks} of up to {prompt.chunk_size} tokens")
+    lack = past_context(prompt.prompt_tokens, plan.max_context, is_source=plan.lane.reads_source)
+    for adjustment in prompt.adjustments:
+        if adjustment != lack:  # which the verdict tells: nothing was changed
+            console.print(f"adjusted: {adjustment}", style="yellow")
+    flags = ["--context"] * bool(lack) + ["--memory"] * (prompt.peak_bytes > prompt.budget_bytes)
+    why = f" ({lack})" if lack else ""
+    remedy = f"does not fit{why}: shorten the prompt or raise {' and '.join(flags) or '--memory'}"
+    verdict = Text("fits", "green") if prompt.fits else Text(remedy, "red")
+    console.print(verdict)
+
+
+def _show_chart(console: Console, plan: ModelPlan) -> None:
+    """Peak against chunk size, from zero."""
+    console.print("\npeak by chunk size")
+    highest = max(plan.peak_by_chunk_size.values())
+    for size, peak in plan.peak_by_chunk_size.items():
+        bar = "█" * max(1, round(BAR_WIDTH * peak / highest))
+        name = f"{size:,}" + (" (whole)" if size == plan.prompt.prompt_tokens else "")
+        over = peak > plan.prompt.budget_bytes
+        console.print(f"{name:>16} {bar:<{BAR_WIDTH}} {peak / MB:>10,.1f} MB", style="red" if over else None)
+    console.print()

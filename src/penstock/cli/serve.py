@@ -1,0 +1,57 @@
+"""`penstock serve`: a model behind HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.flags import Model, TraceFile
+from penstock.cli.settings import ENGINE, SERVER, SHARING, engine_config, with_settings
+from penstock.config import DEFAULT_MODEL, MIB
+from penstock.errors import InvalidSetting
+from penstock.server.settings import CONNECTIONS, TIMEOUTS, ServerSettings
+
+TIMES = (*TIMEOUTS, "drain_timeout_s")
+
+
+@with_settings(
+    {
+        "model": ("host", "port"),
+        "cors_origin": (*SHARING, "max_prompt_tokens"),
+        "max_body_mib": (*TIMES, *CONNECTIONS, *ENGINE),
+    }
+)
+def serve(
+    model: Model = DEFAULT_MODEL,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that requests must bring; may be given several times.", envvar="PENSTOCK_API_KEY"),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may ask, such as https://example.org.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Without a key: a name besides localhost that requests may be sent to.")
+    ] = None,
+    max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 32,
+    trace: TraceFile = None,
+    **settings: Any,
+) -> None:
+    """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
+    config = engine_config(settings)
+    try:
+        from penstock.server.process import serve as serve_until_told
+    except ModuleNotFoundError as error:
+        raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
+
+    asked = ServerSettings(
+        model=model,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        max_body_bytes=max_body_mib * MIB,
+        trace=trace,
+        **{name: value for name, value in settings.items() if name in SERVER},
+    )
+    raise typer.Exit(serve_until_told(asked, config))

@@ -1,0 +1,114 @@
+/* What each C kernel is called with. Python reads this file too, and fills the structs by these names. */
+#ifndef PENSTOCK_CALLS
+#define PENSTOCK_CALLS
+
+#include <stdint.h>
+
+#define FEW_ROWS 16      /* of a product whose time is that of reading the matrix */
+
+typedef uint16_t bf16;
+/* GOMP_parallel, or a function like it. */
+typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
+
+struct attention {
+    const bf16 *queries;          /* [tokens, H, D] */
+    bf16 *out;                    /* the same */
+    const bf16 *keys, *values;    /* pages of this layer */
+    const int32_t *query_starts;  /* [chunks + 1] */
+    const int32_t *context_lens;  /* [chunks] */
+    const int32_t *blocks;        /* of all chunks, one after another */
+    const int32_t *block_starts;  /* [chunks + 1] */
+    const float *sinks;           /* [H], or NULL */
+    float *partials;              /* of single tokens: [penstock_num_partials] */
+    void *workspace;              /* [threads, penstock_workspace_bytes] */
+    parallel_t parallel;
+    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size;
+    int32_t window;               /* 0: none */
+    float scale, softcap;         /* softcap 0: none */
+    int32_t num_threads;
+};
+
+struct heads {
+    const bf16 *first;
+    int64_t row_stride, head_stride;
+};
+
+struct store {
+    struct heads queries, keys, values;
+    bf16 *rotated;              /* [tokens, H, D] */
+    bf16 *key_pages, *value_pages;
+    const bf16 *cosines, *sines; /* [tokens, half], or NULL: nothing is rotated */
+    const int32_t *query_starts, *context_lens, *blocks, *block_starts;
+    parallel_t parallel;
+    int32_t num_chunks, block_size, num_heads, num_kv_heads, head_size, half, num_threads;
+};
+
+struct norm {
+    const void *rows;             /* [outer, inner, width]; floats where it is wide */
+    int64_t outer_stride, inner_stride;
+    bf16 *out;                    /* as `rows`, without gaps */
+    const float *weight;          /* [width] */
+    parallel_t parallel;
+    int32_t num_outer, num_inner, width, num_threads, is_wide;
+    float eps;
+};
+
+struct gate {
+    const bf16 *gate_up;          /* [rows, 2 * width] */
+    bf16 *out;                    /* [rows, width] */
+    parallel_t parallel;
+    int32_t num_rows, width, is_gelu, num_threads;
+};
+
+struct product {
+    const bf16 *rows;       /* [rows, inputs] */
+    const bf16 *weight;     /* [outputs, inputs]; of packed codes, their blocks */
+    const bf16 *bias;       /* [outputs], or NULL */
+    bf16 *out;              /* [rows, outputs] */
+    float *wide;            /* the same, in place of `out` where it is not NULL */
+    void *workspace;        /* [penstock_product_bytes], of many rows */
+    float *group_sums;      /* [rows, groups], of codes of four bits */
+    parallel_t parallel;
+    int32_t bits;           /* of a weight: 16; of packed codes, 8 or 4 */
+    int32_t num_rows, num_inputs, num_outputs, adds, num_threads; /* adds: to what is there */
+};
+
+struct unpacking {
+    const char *blocks;     /* of packed codes */
+    const int64_t *ids;     /* of the rows that are wanted */
+    bf16 *out;              /* [rows, inputs] */
+    parallel_t parallel;
+    int32_t bits, num_rows, num_inputs, num_threads;
+};
+
+enum kind { NORM, PRODUCT, STORE, ATTENTION, GATE };
+
+struct call {
+    const void *with;       /* the struct of its kind */
+    enum kind kind;
+};
+
+struct step {
+    const struct call *calls;
+    const struct attention *layout; /* of all layers of this step */
+    void *workspace;                /* of products with many rows */
+    int32_t num_calls, num_rows;
+};
+
+int penstock_is_supported(void);
+void penstock_run_step(const struct step *step);
+void penstock_attend(const struct attention *a);
+int64_t penstock_num_partials(const struct attention *a);
+int64_t penstock_workspace_bytes(void);
+void penstock_store(const struct store *s);
+void penstock_rms_norm(const struct norm *n);
+void penstock_gated_activation(const struct gate *g);
+void penstock_multiply(const struct product *p);
+void penstock_multiply_packed(const struct product *p);
+void penstock_unpack_rows(const struct unpacking *u);
+int64_t penstock_product_bytes(int num_rows, int num_inputs, int num_threads);
+int64_t penstock_panels_bytes(int num_inputs, int num_threads);
+/* Of torch's OpenMP library; nothing here links to it. */
+void GOMP_parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
+
+#endif

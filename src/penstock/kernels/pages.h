@@ -1,0 +1,102 @@
+/* Keys and values in their pages, and what the forms of attention share. D head size, H heads, K key-value
+ * heads: [slots, K, D]. */
+#ifndef PENSTOCK_PAGES
+#define PENSTOCK_PAGES
+
+#include "vectors.h"
+
+#define SUBTILE 64        /* query rows whose scores are held at once */
+#define TILE 128          /* query rows of a work item */
+#define KEYS 64           /* keys of a block */
+#define MAX_HEAD 256
+#define LOWEST -1e20f     /* the maximum of a row that saw nothing yet */
+#define MASKED -1e30f     /* far below it, and finite: its weight is exactly 0 */
+
+/* While one is worked on the next is asked for, a line at a time: many at once would wait for each other. */
+struct block { const bf16 *keys[KEYS], *values[KEYS]; };
+
+/* Of one thread. */
+struct scratch {
+    uint32_t queries[TILE / SUBTILE][MAX_HEAD / 2][SUBTILE]; /* pairs of dimensions, a row per lane */
+    float scores[KEYS][SUBTILE];
+    uint32_t weights[KEYS / 2 * SUBTILE];                /* pairs of keys, a row per lane; of splits, a row after another */
+    uint32_t values[KEYS / 2 * MAX_HEAD];                /* pairs of keys, a dimension per lane, in unpacked order */
+    float sums[TILE * MAX_HEAD];
+    float highest[TILE], totals[TILE], fading[SUBTILE];
+    int32_t positions[TILE];
+    struct block block, next;
+    int32_t is_next_known;                               /* between items: whether `next` is the first block of the one to come */
+};
+
+/* What a thread takes at a time: query rows of one key-value head, or keys of a single token and some heads. */
+struct item {
+    float *partials;
+    int chunk, part, first_head, end_head;
+};
+
+void penstock_attend_tile(const struct attention *a, struct scratch *w, const struct item *item, int tile_rows);
+void penstock_attend_split(const struct attention *a, struct scratch *w, const struct item *item, const struct item *next);
+void penstock_merge_splits(const struct attention *a, int chunk, int head, float *parts);
+int penstock_num_splits(const struct attention *a, int chunk);
+
+INLINE int num_tokens_of(const struct attention *a, int chunk) { return a->query_starts[chunk + 1] - a->query_starts[chunk]; }
+INLINE int is_single(const struct attention *a, int chunk) { return num_tokens_of(a, chunk) == 1; }
+INLINE int padded(int head_size) { return (head_size + 31) / 32 * 32; }
+
+INLINE float power_of_2(float x) { return _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(x))); }
+
+INLINE __m512 softcapped(__m512 scores, float scale, float cap)
+{
+    __m512 e = exp2_ps(_mm512_mul_ps(scores, _mm512_set1_ps(2 * LOG2E * scale / cap)));
+    __m512 share = _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(e, _mm512_set1_ps(1)));
+    return _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(1), share), _mm512_set1_ps(cap));
+}
+
+/* Floats that a query head leaves of a split: sums, maximum, total. */
+INLINE int partial_size(const struct attention *a) { return padded(a->head_size) + LANES; }
+
+INLINE float sink_share(const struct attention *a, int head, float highest)
+{
+    return a->sinks ? power_of_2(a->sinks[head] * LOG2E - highest) : 0;
+}
+
+/* 32 dimensions in the order that unpacking left them in, divided and written in their own order. */
+INLINE void write_dims(bf16 *out, const float *sums, float factor, int num_dims)
+{
+    const __m512i lower = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i upper = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    __m512 a = _mm512_mul_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(factor));
+    __m512 b = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), _mm512_set1_ps(factor));
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(a, upper, b), _mm512_permutex2var_ps(a, lower, b));
+    if (num_dims >= 32)
+        _mm512_storeu_si512(out, both);
+    else
+        _mm512_mask_storeu_epi16(out, (1u << num_dims) - 1, both);
+}
+
+/* Offset of a position's key and value in the pages. */
+INLINE size_t place_of(const struct attention *a, int chunk, int kv_head, int position)
+{
+    const int32_t *blocks = a->blocks + a->block_starts[chunk];
+    size_t slot = (size_t)blocks[position / a->block_size] * a->block_size + position % a->block_size;
+    return (slot * a->num_kv_heads + kv_head) * a->head_size;
+}
+
+/* A line into the second cache: the first one has too little room for a block. */
+INLINE void ask_for(const bf16 *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+
+/* Where the keys from `first` on lie; those past `count` repeat the last one. Positions are looked up once per block. */
+static inline void locate(const struct attention *a, int chunk, int kv_head, int first, int count, struct block *to)
+{
+    size_t stride = (size_t)a->num_kv_heads * a->head_size, place = 0;
+    for (int i = 0, left = 0; i < count; i++, place += stride, left--) {
+        if (!left)
+            place = place_of(a, chunk, kv_head, first + i), left = a->block_size - (first + i) % a->block_size;
+        to->keys[i] = a->keys + place;
+        to->values[i] = a->values + place;
+    }
+    for (int i = count; i < KEYS; i++)
+        to->keys[i] = to->keys[count - 1], to->values[i] = to->values[count - 1];
+}
+
+#endif

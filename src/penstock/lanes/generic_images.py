@@ -1,0 +1,94 @@
+"""The lane `transformers-generic-multimodal`: any image-text model of transformers, its prompts read in exact chunks.
+
+One sequence per call, with the model's own cache. Images are encoded when their request comes, each once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.attention.backend import ForwardInputs
+from penstock.errors import UnsupportedModel
+from penstock.foreign.forward import CachedForward
+from penstock.foreign.images import MediaModel, MediaPrompt
+from penstock.foreign.own_cache import OwnCaches
+from penstock.foreign.pretrained import image_text_class, load_causal, quiet_library
+from penstock.lanes.lane import LaneFacts
+from penstock.lanes.loading import LoadedLane, Loading, require_folder, with_boundary
+from penstock.lanes.media_intake import ImageReader, MediaIntake
+from penstock.models.files import ModelFiles
+from penstock.models.generic_spec import generic_spec
+from penstock.plan.memory import ModelShape
+from penstock.proof.images import check_picture, check_real_media
+
+
+class MultimodalLane(MediaIntake):
+    def __init__(
+        self,
+        media: MediaModel,
+        *,
+        reader: ImageReader,
+        encoder_bytes: int,
+        shape: ModelShape,
+        facts: LaneFacts,
+    ) -> None:
+        super().__init__(media, reader=reader, encoder_bytes=encoder_bytes)
+        self.shape = shape
+        self.facts = facts
+        self._caches = OwnCaches(CachedForward(media.model, self.signature))
+
+    def begin(self, sequence_id: int, prompt: MediaPrompt) -> None:
+        self._caches.expect(sequence_id, prompt)
+
+    def release(self, sequence_id: int) -> None:
+        self._caches.release(sequence_id)
+
+    @property
+    def num_kept(self) -> int:
+        return self._caches.num_kept
+
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Float32 logits of the wanted rows, in the order of the step."""
+        return self._caches.run(inputs)
+
+    def cache_bytes(self) -> tuple[int, int]:
+        """Measures (bytes of a sequence whatever its length, bytes per token) of the model's own cache."""
+        return self._caches.cache_bytes(lambda length: self.text_prompt([1] * length))
+
+
+class GenericImagesLoader:
+    library_class = staticmethod(image_text_class)
+
+    def __init__(self, files: ModelFiles) -> None:
+        require_folder(files, "Image-text")
+        self.model_class, self.model_config = self.library_class(files)
+        self.reader = ImageReader.of(files)
+
+    @quiet_library()
+    def load(self, loading: Loading) -> LoadedLane:
+        place, memory, checks = loading.place, loading.memory, loading.checks
+        model = load_causal(place.files, self.model_class, self.model_config, loading.dtype, loading.device)
+        media, encoder_bytes = self.reader.media(model, loading, memory)
+        lane = MultimodalLane(
+            media, reader=self.reader, encoder_bytes=encoder_bytes, shape=memory.shape, facts=place.lane
+        )
+        if lane.signature.cache_name is None:
+            raise UnsupportedModel(f"{type(model).__name__} takes no cache, so its prompts cannot be continued.")
+        if checks.verdict.exact and checks.verdict.picture is None and (found := check_picture(lane)) is not None:
+            checks = checks.with_finding("picture", found)
+        checks = checks.with_real_weights(model, lambda: check_real_media(lane))
+        lane.facts = with_boundary(checks.facts(model), media.sight)
+        memory = loading.measured(
+            memory,
+            model,
+            state_bytes=lane.cache_bytes()[0],
+            attends_through_scores=model.config.get_text_config()._attn_implementation == "eager",
+        )
+        lane.shape = memory.shape
+        return LoadedLane(
+            lane=lane,
+            spec=generic_spec(self.model_config.to_dict()),
+            memory=memory,
+            num_tokens=loading.num_tokens(memory, memory.num_running_states),
+            chat_template=self.reader.chat_template,
+        )

@@ -1,0 +1,51 @@
+"""The lane `optimized-native-multimodal`: image-text models with a native decoder, and what one costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.lanes import generic_images_kind, native_text_kind
+from penstock.lanes.lane import Claim, LaneFacts, LaneKind
+from penstock.lanes.place import Place
+from penstock.models.generic_spec import num_stored_parameters
+from penstock.models.media_spec import NATIVE_MEDIA, media_text_config, num_deepstack_layers, text_part
+from penstock.models.shapes import native_shape
+from penstock.models.spec import FAMILIES
+from penstock.plan.memory import MemoryModel
+from penstock.proof.verdict import Verdict
+
+
+def claim(config: Mapping[str, Any]) -> Claim:
+    """The decoder's own config may be left to the library in part; then its type alone is known."""
+    model_type, images = config.get("model_type"), generic_images_kind.claim(config)
+    if not images.eligible:
+        return images
+    if model_type not in NATIVE_MEDIA:
+        return Claim(eligible=False, reason=f"the decoder of {model_type} is not native")
+    text = text_part(config)
+    named = (text or config.get("text_config") or {}).get("model_type")
+    if named is not None and named not in FAMILIES:
+        return Claim(eligible=False, reason=f"{model_type} has a decoder of type {named}, which is not native")
+    if text is not None and not (decoder := native_text_kind.claim(text)).eligible:
+        return decoder
+    return Claim(eligible=True, reason=f"{model_type} reads text and images; its decoder is native")
+
+
+def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
+    shape = native_shape(media_text_config(place.files), place.dtype)
+    shape = dataclasses.replace(shape, num_parameters=num_stored_parameters(place.files) or shape.num_parameters)
+    row_bytes = shape.hidden_size * place.item_bytes
+    memory = place.memory(shape, num_logit_rows=native_text_kind.num_logit_rows(place))
+    num_rows = 1 + num_deepstack_layers(place.files.config)
+    return generic_images_kind.with_images(memory, num_rows * row_bytes, place)
+
+
+NATIVE_IMAGES = LaneKind(
+    facts=LaneFacts(id="optimized-native-multimodal", reads_images=True),
+    claim=claim,
+    price=price,
+    loader="penstock.lanes.native_images:NativeImagesLoader",
+    is_own_kind=True,
+)

@@ -1,0 +1,184 @@
+"""The lane `optimized-native-text`: our decoder over our pages."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS
+from penstock.attention.pick import attention_backend, attention_on_card
+from penstock.cache.storage import KvStorage, StateStorage
+from penstock.kernels import build
+from penstock.kernels.calls import c_kernels
+from penstock.lanes.graphs import DecodeGraphs
+from penstock.lanes.lane import LaneFacts, TextLane
+from penstock.lanes.loading import LoadedLane, Loading
+from penstock.lanes.pieces import MAX_TOKENS, StepPieces, captured_size
+from penstock.lanes.place import CPU_TILING
+from penstock.models.cpu_steps import CompiledSteps, compiled_steps
+from penstock.models.decoder import Decoder
+from penstock.models.files import ModelFiles
+from penstock.models.spec import DecoderSpec, decoder_spec
+from penstock.models.weights import WeightSource, open_weights
+from penstock.plan.memory import ModelShape
+from penstock.plan.waves import Waves
+
+assert (CPU_TILING.query_rows, CPU_TILING.key_rows) == (QUERY_ROWS, KEY_ROWS), "the plan and the kernel disagree"
+
+
+class NativeTextLane(TextLane):
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        *,
+        shape: ModelShape,
+        facts: LaneFacts,
+        graphs: DecodeGraphs | None = None,  # None: every decode is launched kernel by kernel
+        pieces: StepPieces | None = None,  # None: and every other step
+        steps: CompiledSteps | None = None,  # None: every step runs layer by layer
+        states: StateStorage | None = None,  # None: the model has no recurrent state
+    ) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.shape = shape
+        self.facts = facts
+        self.graphs = graphs
+        self.pieces = pieces
+        self.steps = steps
+        self.states = states
+
+    @torch.inference_mode()
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        hidden_TM = self._hidden(inputs)
+        if inputs.take_hidden is not None:
+            inputs.take_hidden(self.decoder.final_norm(hidden_TM, self.decoder.dtype))
+        return self.decoder.logits(hidden_TM[inputs.logit_rows])
+
+    @property
+    def captures_steps(self) -> bool:
+        return self.pieces is not None
+
+    @property
+    def waves(self) -> Waves | None:
+        """Tells the waves in which FlashInfer reads chunks; None where it does not."""
+        on_card = attention_on_card(self.attention)
+        return None if on_card is None or on_card.reader is None else on_card.reader.waves
+
+    def use_products(self, num_tokens: int) -> None:
+        self.decoder.use_products(num_tokens)
+
+    def capture(self) -> None:
+        """Captures steps ahead of time, so that no request waits for it."""
+        if self.graphs is not None:
+            self.graphs.capture_all()
+            self._use_head(self.graphs.attention.max_rows)
+        if self.pieces is not None:
+            self.pieces.capture_all()
+
+    @torch.inference_mode()
+    def _use_head(self, most_rows: int) -> None:
+        """A matrix kernel that is used for the first time is loaded first, and that waits for the step that runs."""
+        hidden_TM = torch.zeros(
+            most_rows, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device
+        )
+        for num_rows in range(1, most_rows + 1):
+            self.decoder.logits(hidden_TM[:num_rows])
+
+    def _hidden(self, inputs: ForwardInputs) -> torch.Tensor:
+        for way in (self.graphs, self.pieces, self.steps):
+            if way is not None and inputs.media is None and way.fits(inputs):
+                return way.forward(inputs)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        self.attention.begin_step(inputs)
+        if self.states is None:
+            return self.decoder.forward(inputs, self.attention)
+        for source, target in inputs.state_loads:
+            self.states.copy(source, target)
+        hidden_TM = self.decoder.forward(inputs, self.attention, self.states)
+        for source, target in inputs.state_saves:
+            self.states.copy(source, target)
+        return hidden_TM
+
+
+class NativeTextLoader:
+    def __init__(self, files: ModelFiles) -> None:
+        self.spec = decoder_spec(files.config)
+
+    def load(self, loading: Loading) -> LoadedLane:
+        num_tokens = loading.num_tokens(loading.memory)
+        lane = native_lane(self.spec, loading.weights or open_weights(loading.place.files), loading, num_tokens)
+        return LoadedLane(
+            lane=lane,
+            spec=self.spec,
+            memory=loading.memory,
+            num_tokens=num_tokens,
+            adjustments=_slow_quantization(loading.place.quantize, loading.place.dtype),
+            attention=lane.attention,
+        )
+
+
+def native_lane(
+    spec: DecoderSpec, weights: WeightSource, loading: Loading, num_tokens: int, facts: LaneFacts | None = None
+) -> NativeTextLane:
+    """Our decoder with its weights, over pages for as many tokens as were counted."""
+    place, memory, device, dtype = loading.place, loading.memory, loading.device, loading.dtype
+    decoder = Decoder(spec, dtype=dtype, device=device, quantization=place.quantization)
+    decoder.load(weights)
+    block_size = place.config.block_size
+    storage = KvStorage(
+        num_layers=spec.num_attention_layers,
+        num_slots=-(-num_tokens // block_size) * block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=dtype,
+        device=device,
+    )
+    attention = attention_backend(storage, block_size, spec.num_heads)
+    graphs, pieces = _captured_steps(decoder, attention, loading)
+    return NativeTextLane(
+        decoder,
+        attention,
+        shape=memory.shape,
+        facts=facts or place.lane,
+        graphs=graphs,
+        pieces=pieces,
+        steps=compiled_steps(decoder, attention),
+        states=_state_storage(spec, loading),
+    )
+
+
+def _state_storage(spec: DecoderSpec, loading: Loading) -> StateStorage | None:
+    """None where no layer is recurrent."""
+    if spec.recurrent is None:
+        return None
+    return StateStorage(
+        layers=spec.recurrent_layers,
+        num_slots=loading.memory.num_running_states + loading.memory.num_checkpoints,
+        matrix_shape=spec.recurrent.matrix_shape,
+        tail_shape=spec.recurrent.tail_shape,
+        dtype=loading.dtype,
+        device=loading.device,
+    )
+
+
+def _captured_steps(
+    decoder: Decoder, attention: AttentionBackend, loading: Loading
+) -> tuple[DecodeGraphs | None, StepPieces | None]:
+    """None on a CPU, which has nothing to capture, and where the host takes part in a layer: states."""
+    on_card, config = attention_on_card(attention), loading.place.config
+    if on_card is None or decoder.spec.recurrent is not None:
+        return None, None
+    largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MAX_TOKENS
+    decodes = on_card.for_decodes(max_rows=loading.place.most_captured, max_context=loading.max_context)
+    return DecodeGraphs(decoder, decodes), StepPieces(decoder, on_card.for_pieces(max_rows=captured_size(largest)))
+
+
+def _slow_quantization(quantize: str, dtype: str) -> list[str]:
+    """What to say where no C kernels multiply weights in few bits."""
+    if quantize == "none" or (dtype == "bfloat16" and c_kernels() is not None):
+        return []
+    reason = build.kernels().reason if dtype == "bfloat16" else f"they are for bfloat16, not {dtype}"
+    return [f"weights in few bits are unpacked in Python for every step, slowly; no C kernels: {reason}"]

@@ -1,0 +1,58 @@
+"""The lane `optimized-native-text`: which models have a native decoder, and what one costs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import UnsupportedModel
+from penstock.lanes.lane import Claim, LaneFacts, LaneKind
+from penstock.lanes.place import Place
+from penstock.models.shapes import native_shape
+from penstock.models.spec import decoder_spec, is_supported
+from penstock.plan.memory import MemoryModel
+from penstock.proof.verdict import Verdict
+
+
+def claim(config: Mapping[str, Any]) -> Claim:
+    model_type = config.get("model_type")
+    if not is_supported(config):
+        return Claim(eligible=False, reason=f"{model_type} has no native decoder")
+    try:
+        spec = decoder_spec(config)
+    except UnsupportedModel as error:
+        return Claim(eligible=False, reason=str(error).rstrip("."))
+    reason = f"{model_type} has a native decoder"
+    return Claim(eligible=True, reason=reason, gains_from_width=spec.experts is not None)
+
+
+def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
+    quantization = place.quantization
+    shape = native_shape(
+        place.files.config,
+        place.dtype,
+        quantization,
+        multiplies_codes=quantization is not None and place.multiplies_codes,
+        device=place.device,
+    )
+    num_running, num_checkpoints = place.state_slots(shape, has_checkpoints=place.config.prefix_cache)
+    return place.memory(
+        shape,
+        num_running_states=num_running,
+        num_checkpoints=num_checkpoints,
+        num_logit_rows=num_logit_rows(place),
+    )
+
+
+def num_logit_rows(place: Place) -> int:
+    """A card keeps those of every sequence that runs; on a CPU they are gone before the activations are there."""
+    return place.config.max_running if place.device == "cuda" else 1
+
+
+NATIVE_TEXT = LaneKind(
+    facts=LaneFacts(id="optimized-native-text", gives_hidden=True, keeps_codes=True),
+    claim=claim,
+    price=price,
+    loader="penstock.lanes.native_text:NativeTextLoader",
+    needs_transformers=False,
+)

@@ -1,0 +1,161 @@
+"""How and where a model will run: lane, settings, device, dtype, bytes; and what every lane's price is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import GIB, STATE_SHARE, EngineConfig
+from penstock.errors import InvalidSetting, MemoryTooSmall
+from penstock.kernels import build
+from penstock.lanes.lane import LaneFacts
+from penstock.models.files import ModelFiles
+from penstock.models.quantization import Quantization, quantization_of, stored_formats
+from penstock.models.shapes import DTYPE_BYTES
+from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
+from penstock.proof.verdict import Verdict, load_verdict, save_verdict, verdict_key
+
+CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
+# On a GPU scores stay in registers; partial results exist only for chunks too small to fill the card.
+CUDA_TILING = AttentionTiling(query_rows=256, key_rows=64)
+TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING, "mps": CPU_TILING}
+# A CPU's matrix library packs panels: 67 MB in bfloat16 or 134 MB in float32 take no more than this.
+MAX_PACKED_BYTES = {"cpu": 16 * 2**20, "cuda": None, "mps": None}
+LARGEST_CAPTURED_STEP = 256  # sequences of the largest step of decodes that is captured as a CUDA graph
+NO_SHARED_PREFIXES = "the prefix cache is off: the model keeps its own cache for each sequence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Says how and where a model will run, and with how many bytes."""
+
+    files: ModelFiles
+    lane: LaneFacts
+    config: EngineConfig
+    device: str
+    dtype: str
+    runtime_bytes: int = 0
+    budget_bytes: int = 0
+
+    @property
+    def item_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def most_captured(self) -> int:
+        """Counts the sequences of the largest step of decodes that is captured."""
+        return min(self.config.max_running, LARGEST_CAPTURED_STEP)
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether rows are multiplied with weights in few bits as they lie; they are dequantized otherwise."""
+        return self.dtype == "bfloat16" and self.config.cpu_kernels == "auto" and build.can_run()
+
+    @property
+    def quantize(self) -> str:
+        """The format of the matrices. What was asked for is refused where it cannot be had."""
+        asked = self.config.quantize
+        if not self.lane.keeps_codes:
+            return "none"
+        if asked == "auto":
+            is_kept = self.device == "cpu" and bool(stored_formats(self.files)) and self.multiplies_codes
+            return "keep" if is_kept else "none"
+        if asked != "none" and self.device != "cpu":
+            raise InvalidSetting(
+                f"--quantize {asked} is for processors; on device {self.device!r} weights stay in the model's dtype. "
+                "Leave it out or use --device cpu."
+            )
+        if asked == "keep" and not stored_formats(self.files):
+            raise InvalidSetting("--quantize keep needs a GGUF file with quantized weights; use int8 or int4 here.")
+        return asked
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return quantization_of(self.files, self.quantize)
+
+    def memory(self, shape: ModelShape, **others: Any) -> MemoryModel:
+        """The memory model of a shape here; `others` are what only some lanes need."""
+        usual: dict[str, Any] = {
+            "tiling": TILINGS[self.device],
+            "most_packed_bytes": MAX_PACKED_BYTES[self.device],
+            "runtime_bytes": self.runtime_bytes,
+            "block_size": self.config.block_size,
+        }
+        if self.device == "mps":  # attends by torch, with the scores in view
+            shape = dataclasses.replace(shape, attends_through_scores=True)
+        return MemoryModel(shape=shape, **usual | others)
+
+    def state_slots(self, shape: ModelShape, *, has_checkpoints: bool) -> tuple[int, int]:
+        """Counts (running sequences, checkpoints) whose recurrent state may be resident; at least one sequence runs."""
+        if not shape.state_bytes:
+            return 0, 0
+        free_bytes = self.budget_bytes - self.runtime_bytes - shape.weight_bytes
+        num_slots = max(1, int(free_bytes * STATE_SHARE) // shape.state_bytes)
+        num_checkpoints = min(num_slots // 2, self.config.max_checkpoints) if has_checkpoints else 0
+        return min(self.config.max_running, num_slots - num_checkpoints), num_checkpoints
+
+    def room(self, memory: MemoryModel) -> int:
+        """Tokens whose KV the budget holds; refuses a budget that not even the smallest chunk fits."""
+        config, budget = self.config, self.budget_bytes
+        if self.device != "cpu":
+            # Pages of a GPU are all taken at load, so room for a chunk is kept beside them: the largest, or half...
+            longest = memory.shape.max_context
+            chunk = config.most_prompt_tokens or min(config.context or longest, longest)
+            while chunk > config.min_chunk_size:
+                if (capacity := memory.kv_capacity(budget_bytes=budget, chunk=chunk)) >= chunk:
+                    return capacity
+                chunk //= 2
+        capacity = memory.kv_capacity(budget_bytes=budget, chunk=config.min_chunk_size)
+        if capacity < config.min_chunk_size:
+            least = memory.peak_bytes(chunk=config.min_chunk_size, context=config.min_chunk_size)
+            raise MemoryTooSmall(
+                f"The memory budget is {budget / GIB:.2f} GiB; this model needs at least {least / GIB:.2f} GiB "
+                f"({memory.shape.weight_bytes / GIB:.2f} of it weights). Raise --memory or take a smaller model."
+            )
+        return capacity
+
+    def context_limit(self, model_context: int) -> tuple[int, list[str]]:
+        """The context that holds, and what to say when it goes past what the model was trained for."""
+        asked = self.config.context
+        if asked is None or asked <= model_context:
+            return asked or model_context, []
+        message = f"context {asked} is past the {model_context} that the model was trained for"
+        if self.config.strict:
+            raise InvalidSetting(f"--strict: {message}. Lower --context.")
+        return asked, [f"{message}; answers may be poor"]
+
+    def lane_adjustments(self) -> list[str]:
+        """What the way of running takes away from what was asked for."""
+        lane, config = self.lane, self.config
+        found: list[str] = []
+        if lane.reads_whole and config.chunk_size != 0:
+            found.append(f"prompts are read whole: {lane.reason}")
+        if not lane.shares_prefixes and config.prefix_cache:
+            found.append(NO_SHARED_PREFIXES)
+        if not lane.shares_prefixes and config.overlap:
+            message = f"overlap {config.overlap} lowered to 0: the model's own cache cannot be rewound"
+            if config.strict:
+                raise InvalidSetting(f"--strict: {message}. Lower --overlap to 0.")
+            found.append(message)
+        if lane.reads_source and config.overlap:
+            found.append(f"overlap {config.overlap} has no meaning for a source; it is 0")
+        return found
+
+    def settings_that_hold(self) -> EngineConfig:
+        """The settings, without what this lane cannot do with its model."""
+        config = self.config
+        if self.lane.reads_source:  # its states depend on all of it: no part is shared or computed twice
+            config = dataclasses.replace(config, overlap=0, prefix_cache=False)
+        return dataclasses.replace(config, chunk_size=0, overlap=0) if self.lane.reads_whole else config
+
+    @property
+    def verdict_key(self) -> str:
+        return verdict_key(self.files.config, dtype=self.dtype, lane=self.lane.id, backend=self.device)
+
+    def kept_verdict(self) -> Verdict | None:
+        """Loads the verdict of an earlier check of this config with these libraries; None when there was none."""
+        return load_verdict(self.verdict_key)
+
+    def keep_verdict(self, verdict: Verdict) -> None:
+        save_verdict(self.verdict_key, verdict)

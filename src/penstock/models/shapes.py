@@ -1,0 +1,94 @@
+"""What a model is to the memory model: its shape, from its spec. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.models.generic_spec import GenericSpec
+from penstock.models.layer_specs import state_bytes
+from penstock.models.quantization import GROUP_SUM_BYTES, Quantization, quantized_sizes
+from penstock.models.spec import DecoderSpec, decoder_spec
+from penstock.plan.memory import ModelShape
+
+ROUTE_BYTES = 12  # of a row in a mixture: its expert, its weight and its place
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def native_shape(
+    config: Mapping[str, Any],
+    dtype: str,
+    quantization: Quantization | None = None,
+    *,
+    multiplies_codes: bool = False,
+    device: str = "cpu",
+) -> ModelShape:
+    """`multiplies_codes`: quantized matrices are not dequantized for a product."""
+    spec = decoder_spec(config)
+    quantized = quantized_sizes(spec, quantization) if quantization is not None else None
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        intermediate_size=spec.widest_mlp,
+        vocab_size=spec.vocab_size,
+        num_parameters=spec.num_parameters,
+        largest_matrix=0 if quantized and quantized.are_all and multiplies_codes else _largest_matrix(spec),
+        dtype_bytes=DTYPE_BYTES[dtype],
+        max_context=spec.max_context,
+        attends_through_scores=spec.attention_softcap is not None,
+        num_quantized=quantized.num_values if quantized else 0,
+        quantized_bytes=quantized.num_bytes if quantized else 0,
+        dequantized_tile_bytes=quantized.tile_values * DTYPE_BYTES[dtype] if quantized and not multiplies_codes else 0,
+        group_sum_bytes_per_token=quantized.most_groups * GROUP_SUM_BYTES if quantized and multiplies_codes else 0,
+        expert_bytes_per_token=_expert_bytes(spec, DTYPE_BYTES[dtype]) if device == "cuda" else 0,
+        **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
+    )
+
+
+def _expert_bytes(spec: DecoderSpec, dtype_bytes: int) -> int:
+    """Counts a token's bytes on a GPU: the inner values of its experts, what each of them gives, and their order."""
+    if spec.experts is None:
+        return 0
+    values = spec.experts.num_active * (spec.experts.intermediate_size + spec.hidden_size) + spec.hidden_size
+    return values * dtype_bytes + spec.experts.num_active * ROUTE_BYTES
+
+
+def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
+    if spec.recurrent is None:
+        return {}
+    num_layers = len(spec.recurrent_layers)
+    in_dtype, in_float32 = spec.recurrent.values_per_token
+    return {
+        "num_recurrent_layers": num_layers,
+        "state_bytes": num_layers * state_bytes(spec.recurrent, dtype_bytes),
+        "recurrent_bytes_per_token": in_dtype * dtype_bytes + in_float32 * 4,
+    }
+
+
+def _largest_matrix(spec: DecoderSpec) -> int:
+    recurrent_rows = spec.recurrent.widest_rows if spec.recurrent else 0
+    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, recurrent_rows)
+
+
+def generic_shape(spec: GenericSpec, *, num_parameters: int, item_bytes: int, keeps_own_cache: bool) -> ModelShape:
+    """`keeps_own_cache`: keys grow by copying, and heads are repeated, layer by layer."""
+    copied = 2 * item_bytes * spec.head_size * (spec.num_heads + spec.num_kv_heads)
+    return ModelShape(
+        num_layers=spec.num_kv_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+        num_parameters=num_parameters,
+        largest_matrix=spec.largest_matrix,
+        dtype_bytes=item_bytes,
+        max_context=spec.max_context,
+        state_bytes=spec.state_bytes,
+        copied_bytes_per_token=copied if keeps_own_cache and spec.num_kv_layers else 0,
+        kv_values_per_token=spec.own_kv_values if keeps_own_cache else None,
+    )

@@ -1,0 +1,192 @@
+"""Matrices in few bits: the codes of a GGUF, products with them, and prompts in chunks inside each format."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from logit_recorder import LogitRecorder
+from tiny_models import prompt
+
+from penstock.errors import InvalidSetting
+from penstock.kernels import build
+from penstock.models.groups import from_gguf, grouped
+from penstock.models.layers import QuantizedLinear, wide_product
+from penstock.models.quantization import Format
+from penstock.models.quantized import QuantizedMatrix
+
+PROMPT = prompt(150)
+EXACT = {Format.INT8: ("Q8_0",), Format.INT4: ("Q4_0", "Q4_1")}
+needs_kernels = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    build.use("auto")
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def quantized_matrix(quantized, num_outputs, num_inputs):
+    matrix = QuantizedMatrix.empty(quantized, num_outputs, num_inputs)
+    matrix.fill(0, grouped(normal(num_outputs, num_inputs), quantized))
+    return matrix, torch.from_numpy(matrix.values(np.arange(num_outputs)))
+
+
+@pytest.mark.parametrize(
+    ("quantized", "stored"), [(quantized, name) for quantized in EXACT for name in EXACT[quantized]]
+)
+def test_codes_of_a_gguf_are_kept_as_they_are(quantized, stored):
+    kind = GGMLQuantizationType[stored]
+    blocks = quants.quantize(normal(40, 96), kind)
+    matrix = QuantizedMatrix.empty(quantized, 50, 96)
+    matrix.fill(7, from_gguf(blocks, kind, quantized))
+    assert np.array_equal(matrix.values(np.arange(7, 47)), quants.dequantize(blocks, kind))
+    assert not matrix.values(np.arange(7)).any()
+
+
+def test_q4_k_keeps_its_codes_and_rounds_their_scales_to_float16():
+    kind = GGMLQuantizationType.Q4_K
+    blocks = np.random.default_rng(1).integers(0, 256, (6, 2 * GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    blocks.reshape(6, 2, -1)[..., :4] = np.array([0.01, 0.02], "<f2").view(np.uint8)
+    expected = quants.dequantize(blocks, kind)
+    found = from_gguf(blocks, kind, Format.INT4).values
+    assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_inputs", [576, 3072, 7264, 8192, 14_336])
+def test_the_workspace_of_a_step_serves_its_narrower_products_too(num_inputs):
+    library = build.kernels().library
+    for num_threads in (1, 16, 63):
+        available = library.penstock_product_bytes(64, num_inputs, num_threads)
+        for narrower in range(32, num_inputs + 1, 32):
+            assert library.penstock_panels_bytes(narrower, num_threads) <= available
+
+
+def test_other_types_take_the_nearest_codes_of_eight_bits():
+    kind = GGMLQuantizationType.Q5_1
+    blocks = quants.quantize(normal(16, 64), kind)
+    expected = quants.dequantize(blocks, kind).reshape(16, -1, 32)
+    found = from_gguf(blocks, kind, Format.INT8).values.reshape(16, -1, 32)
+    assert (np.abs(found - expected) <= 0.51 * np.abs(expected).max(-1, keepdims=True) / 127).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantized", Format)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 32), (200, 576), (37, 96)])
+def test_a_product_is_of_the_codes_and_the_same_for_any_number_of_rows(quantized, num_outputs, num_inputs):
+    matrix, values = quantized_matrix(quantized, num_outputs, num_inputs)
+    bias = torch.from_numpy(normal(num_outputs, seed=1)).bfloat16()
+    rows = torch.from_numpy(normal(300, num_inputs, seed=2)).bfloat16()
+    expected = rows.double() @ values.double().T
+    together = wide_product(rows, matrix)
+    assert (together - expected).abs().max() < 2e-4
+    for count in (1, 2, 3, 7, 8, 9, 12, 13, 31, 33, 65, 97):
+        assert torch.equal(wide_product(rows[:count], matrix), together[:count]), f"{count} rows"
+        assert torch.equal(wide_product(rows[-count:], matrix), together[-count:]), f"the last {count} rows"
+    torch.set_num_threads(3)
+    assert torch.equal(wide_product(rows, matrix), together), "of three threads"
+    linear = QuantizedLinear(matrix=matrix, bias_O=bias)
+    assert torch.equal(linear(rows), (together + bias).bfloat16())
+    added = torch.ones(300, num_outputs, dtype=torch.bfloat16)
+    linear.add_to(added, rows)
+    assert torch.equal(added, (together + bias + 1).bfloat16())
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantized", Format)
+def test_rows_of_a_matrix_are_its_values_rounded_to_bfloat16(quantized):
+    matrix, values = quantized_matrix(quantized, 200, 96)
+    wanted = [3, 199, 16]
+    assert torch.equal(matrix.rows(torch.tensor(wanted), torch.bfloat16), values.bfloat16()[wanted])
+
+
+@pytest.mark.parametrize("quantized", Format)
+def test_without_the_c_kernels_the_matrix_is_unpacked_tile_by_tile(quantized, monkeypatch):
+    monkeypatch.setattr("penstock.models.quantization.TILE_VALUES", 48 * 96)
+    matrix, values = quantized_matrix(quantized, 200, 96)
+    assert [outputs.start for outputs, _ in matrix.tiles(torch.float32)] == [0, 48, 96, 144, 192]
+    rows = torch.from_numpy(normal(70, 96, seed=2))
+    expected = rows.double() @ values.double().T
+    added = torch.ones(70, 200)
+    QuantizedLinear(matrix=matrix, bias_O=None).add_to(added, rows)
+    assert (wide_product(rows, matrix) - expected).abs().max() < 1e-4
+    assert (added - 1 - expected).abs().max() < 1e-4
+    build.use("torch")
+    found = wide_product(rows.bfloat16(), matrix)
+    assert (found - expected).abs().max() <= 2**-6 * expected.abs().max()
+
+
+def read(engine):
+    recorder = LogitRecorder(engine)
+    output = engine.generate(PROMPT, max_tokens=32, ignore_eos=True)
+    return recorder.all, output.token_ids
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-mha-tied-bias", "gemma3"])
+def test_chunks_equal_the_whole_prompt_inside_each_format(name, quantize, load):
+    plain, _ = read(load(name, chunk_size=0))
+    whole, tokens = read(load(name, chunk_size=0, quantize=quantize))
+    error = (whole[0] - plain[0]).abs().max()
+    assert 1e-3 < error < {"int8": 0.05, "int4": 0.6}[quantize] * plain[0].abs().max(), (
+        "quantized, and still that model"
+    )
+    for chunk_size in (1, 7, 64):
+        logits, found = read(load(name, chunk_size=chunk_size, quantize=quantize))
+        assert (logits - whole).abs().max() <= 1e-4, f"chunk size {chunk_size}"
+        assert found == tokens, f"chunk size {chunk_size}"
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_bfloat16_in_chunks_is_the_whole_prompt_bit_by_bit(quantize, load):
+    exact, _ = read(load("llama", chunk_size=0, quantize=quantize))
+    whole, tokens = read(load("llama", chunk_size=0, dtype="bfloat16", quantize=quantize))
+    for chunk_size in (40, 64):
+        logits, found = read(load("llama", chunk_size=chunk_size, dtype="bfloat16", quantize=quantize))
+        assert torch.equal(logits, whole), f"chunk size {chunk_size}"
+        assert found == tokens
+    allowed = 1.5 * (whole[0] - exact[0]).abs().max()
+    # Single tokens attend in another order; few rows of an unpacked matrix are added up in one.
+    for chunk_size in (1, 7):
+        logits, _ = read(load("llama", chunk_size=chunk_size, dtype="bfloat16", quantize=quantize))
+        assert (logits[0] - exact[0]).abs().max() <= allowed, f"chunk size {chunk_size}"
+
+
+def test_the_memory_model_knows_what_packed_matrices_take(load):
+    shapes = {quantize: load("llama", quantize=quantize).model.memory.shape for quantize in ("none", "int8", "int4")}
+    engine = load("llama", quantize="int4")
+    held = sum(
+        weight.bytes.nbytes if isinstance(weight, QuantizedMatrix) else weight.nbytes
+        for weight in _weights(engine.model.lane.decoder)
+    )
+    norms = shapes["none"].num_parameters * 4 - sum(
+        weight.nbytes for weight in _weights(load("llama").model.lane.decoder)
+    )
+    assert shapes["int4"].weight_bytes == held + norms
+    assert shapes["int4"].weight_bytes < shapes["int8"].weight_bytes < shapes["none"].weight_bytes
+
+
+def _weights(decoder):
+    yield decoder.embeddings_VM
+    if decoder.head_VM is not decoder.embeddings_VM:
+        yield decoder.head_VM
+    for layer in decoder.layers:
+        for linear in (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down):
+            yield linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI
+
+
+def test_keep_needs_a_quantized_file(load):
+    with pytest.raises(InvalidSetting, match="needs a GGUF file with quantized weights"):
+        load("llama", quantize="keep")
+
+
+def test_rows_that_are_not_there_are_refused():
+    matrix, _ = quantized_matrix(Format.INT8, 200, 96)
+    for wrong in (200, -1, 10**7):
+        with pytest.raises(IndexError):
+            matrix.rows(torch.tensor([3, wrong]), torch.bfloat16)

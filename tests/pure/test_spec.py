@@ -1,0 +1,116 @@
+"""What the decoders of the native families are made of, from their configs alone."""
+
+import pytest
+
+from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.models.layer_specs import state_bytes
+from penstock.models.spec import FAMILIES, decoder_spec
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_d_conv": 4}
+MORE = {
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": EXPERTS | DELTA | {"shared_expert_intermediate_size": 56},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": EXPERTS | DELTA,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 21},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 17},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 13, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 13, "sliding_window_pattern": 2},
+}
+
+
+def spec_of(model_type, **values):
+    return decoder_spec(SIZES | MORE.get(model_type, {}) | values | {"model_type": model_type})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_has_a_spec_whose_parts_agree(model_type):
+    spec = spec_of(model_type)
+    assert (spec.family, spec.num_layers, spec.hidden_size) == (model_type, 4, 64)
+    assert spec.num_attention_layers + len(spec.recurrent_layers) == spec.num_layers
+    assert (spec.recurrent is None) == (not spec.recurrent_layers)
+    assert spec.qkv_rows >= spec.q_rows + 2 * spec.num_kv_heads * spec.head_size
+    assert spec.widest_mlp >= 40
+    assert spec.num_parameters > spec.vocab_size * spec.hidden_size
+    assert spec.rotary_variant(10) == spec.rotary_variant(500) or spec.depends_on_prompt_length
+
+
+def test_windows_lie_where_the_family_says():
+    assert [layer.window for layer in spec_of("mistral", sliding_window=9).layers] == [9] * 4
+    assert [layer.window for layer in spec_of("gemma2").layers] == [13, None] * 2
+    gemma3 = spec_of("gemma3_text").layers
+    assert [(layer.window, layer.rotary) for layer in gemma3] == [(13, "local"), (None, "global")] * 2
+    mixed = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}
+    assert [layer.window for layer in spec_of("qwen2", **mixed).layers] == [None, None, 11, 11]
+    assert [layer.window for layer in spec_of("qwen2", **mixed | {"use_sliding_window": False}).layers] == [None] * 4
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert [layer.window for layer in spec_of("qwen3", sliding_window=5, layer_types=kinds).layers] == [None, 5] * 2
+
+
+def test_some_layers_have_no_rotation_experts_or_attention():
+    assert [layer.rotary for layer in spec_of("smollm3", no_rope_layer_interval=2).layers] == ["global", None] * 2
+    assert spec_of("smollm3", no_rope_layers=[0, 1, 1, 1]).layers[0].rotary is None
+    moe = spec_of("qwen3_moe", mlp_only_layers=[1], decoder_sparse_step=1)
+    assert [layer.has_experts for layer in moe.layers] == [True, False, True, True]
+    assert spec_of("bamba").recurrent_layers == (0, 2, 3)
+    assert spec_of("qwen3_next").recurrent_layers == (0, 1, 2)
+    assert spec_of("granitemoehybrid", num_local_experts=0).experts is None
+
+
+def test_a_state_has_the_bytes_of_its_matrices_and_of_its_last_inputs():
+    for model_type in ("qwen3_5_text", "bamba"):
+        spec = spec_of(model_type).recurrent
+        small, large = (state_bytes(spec, dtype_bytes) for dtype_bytes in (2, 4))
+        assert 0 < small < large
+        assert spec.widest_rows > 0
+        assert all(number >= 0 for number in spec.values_per_token)
+
+
+def test_a_long_prompt_has_another_rotary_table_under_longrope():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}
+    spec = spec_of("phi3", rope_scaling={"rope_type": "longrope", **factors}, original_max_position_embeddings=96)
+    assert spec.depends_on_prompt_length
+    assert spec.rotary_variant(96) != spec.rotary_variant(97)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "error", "said"),
+    [
+        ("gpt2", {}, UnsupportedModel, "no native decoder"),
+        ("llama", {"hidden_act": "relu6"}, UnsupportedModel, "relu6"),
+        ("llama", {"num_key_value_heads": 3}, InvalidModelFile, "4 heads of 16 over 3"),
+        ("llama", {"hidden_size": "wide"}, InvalidModelFile, "wrong kind"),
+        ("qwen3", {"layer_types": ["full_attention"]}, InvalidModelFile, "1 layer_types for 4 layers"),
+        ("qwen3_5_text", {"linear_num_value_heads": 3}, InvalidModelFile, "3 value heads over 2"),
+        ("bamba", {"mamba_d_head": 15}, InvalidModelFile, "8 heads of 15"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_with_its_values(model_type, values, error, said):
+    with pytest.raises(error, match=said):
+        spec_of(model_type, **values)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "max_position_embeddings"])
+def test_a_missing_size_is_named(name):
+    config = {key: value for key, value in SIZES.items() if key != name} | {"model_type": "llama"}
+    with pytest.raises(InvalidModelFile, match=f"lacks '{name}'"):
+        decoder_spec(config)
