@@ -11,8 +11,9 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.config import EngineConfig
-from penstock.server import chat, completions, embeddings, info, responses, timeline, tokens
+from penstock.server import info, timeline, tokens
 from penstock.server.gate import Gate
+from penstock.server.openai import chat, completions, embeddings, responses
 from penstock.server.problems import add_handlers
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings

@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse, Response
 from penstock.engine.engine import Event, Prompt
 from penstock.errors import EngineClosed, PromptTooLong
 from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
-from penstock.server.answers import PromptProgress, Usage
+from penstock.server.openai.answers import PromptProgress, Usage
+from penstock.server.openai.tools import CallReader
 from penstock.server.problems import Refused
 from penstock.server.service import Service
 from penstock.server.sse import NOTHING, EventStream
-from penstock.server.tools import CallReader
 
 T = TypeVar("T")
 PROGRESS_PERIOD_S = 1.0

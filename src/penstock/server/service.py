@@ -18,8 +18,8 @@ from penstock.errors import EngineClosed
 from penstock.plan.memory import over_budget
 from penstock.request import StepPlan, StepResult
 from penstock.server.board import Board
-from penstock.server.chat_asks import GivenMessage
 from penstock.server.metrics import Metrics
+from penstock.server.openai.chat_asks import GivenMessage
 from penstock.server.problems import Refused
 from penstock.server.settings import ServerSettings
 

@@ -13,8 +13,8 @@ from penstock.cache.prefix import root_hash
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, PromptTooLong
 from penstock.plan.prompt_plan import PromptPlan
-from penstock.server.asks import Ask, ChunkSize, TokenId
-from penstock.server.chat_asks import GivenMessage
+from penstock.server.openai.asks import Ask, ChunkSize, TokenId
+from penstock.server.openai.chat_asks import GivenMessage
 from penstock.server.service import Service
 
 router = APIRouter()

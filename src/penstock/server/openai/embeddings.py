@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from penstock.request import Pooling, SamplingParams
-from penstock.server.asks import ChunkSize, InertFields, Texts, listed
+from penstock.server.openai.asks import ChunkSize, InertFields, Texts, listed
 from penstock.server.run import Run, Shape
 from penstock.server.service import Service
 

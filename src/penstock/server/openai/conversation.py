@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import InvalidPrompt
-from penstock.server.chat_asks import ChatAsk
+from penstock.server.openai.chat_asks import ChatAsk
+from penstock.server.openai.tools import ONE_LINE, CallFormat, CallReader, call_format, call_grammar
 from penstock.server.run import Run
-from penstock.server.tools import ONE_LINE, CallFormat, CallReader, call_format, call_grammar
 
 
 async def converse(run: Run, ask: ChatAsk) -> None:

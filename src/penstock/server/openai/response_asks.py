@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.server.asks import Ask, ChunkSize, InertFields, JsonObject
-from penstock.server.chat_asks import ChatAsk
+from penstock.server.openai.asks import Ask, ChunkSize, InertFields, JsonObject
+from penstock.server.openai.chat_asks import ChatAsk
 
 
 class InputText(Ask):

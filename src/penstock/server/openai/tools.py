@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from penstock.engine.prompts import PromptReader
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidPrompt
-from penstock.server.answers import CalledFunction, ToolCall
-from penstock.server.chat_asks import Function
+from penstock.server.openai.answers import CalledFunction, ToolCall
+from penstock.server.openai.chat_asks import Function
 
 # JSON without free white space, of which a small model may never stop writing.
 ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.prompt.tokens import Tokenizer
 from penstock.request import TokenLogprob
-from penstock.server.answers import (
+from penstock.server.openai.answers import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,

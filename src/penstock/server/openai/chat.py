@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from penstock.request import Output, Token
-from penstock.server.answers import ChatAnswer
-from penstock.server.chat_asks import ChatAsk
-from penstock.server.choices import ChoiceShape
-from penstock.server.conversation import converse
-from penstock.server.logprobs import chat_logprobs
+from penstock.server.openai.answers import ChatAnswer
+from penstock.server.openai.chat_asks import ChatAsk
+from penstock.server.openai.choices import ChoiceShape
+from penstock.server.openai.conversation import converse
+from penstock.server.openai.logprobs import chat_logprobs
 from penstock.server.run import Choice, Run
 from penstock.server.service import Service
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ValidationError
 from penstock.engine.engine import Event
 from penstock.request import Finished, Output, Token
 from penstock.server import sse
-from penstock.server.answers import PromptTokensDetails, ToolCall
-from penstock.server.conversation import converse
+from penstock.server.openai.answers import PromptTokensDetails, ToolCall
+from penstock.server.openai.conversation import converse
+from penstock.server.openai.response_asks import ResponseAsk
 from penstock.server.problems import Refused
-from penstock.server.response_asks import ResponseAsk
 from penstock.server.run import Choice, Run, Shape
 from penstock.server.service import Service
 

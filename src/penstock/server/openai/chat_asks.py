@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.request import SamplingParams
-from penstock.server.asks import MAX_DEPTH, Ask, JsonObject, SamplingFields, shallow
+from penstock.server.openai.asks import MAX_DEPTH, Ask, JsonObject, SamplingFields, shallow
 
 MAX_TOOLS = 128
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)

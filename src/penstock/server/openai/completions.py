@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from penstock.request import Output, Token, TokenLogprob
-from penstock.server.answers import CompletionAnswer, CompletionLogprobs
-from penstock.server.asks import CompletionAsk, listed
-from penstock.server.choices import ChoiceShape
-from penstock.server.logprobs import completion_logprobs
+from penstock.server.openai.answers import CompletionAnswer, CompletionLogprobs
+from penstock.server.openai.asks import CompletionAsk, listed
+from penstock.server.openai.choices import ChoiceShape
+from penstock.server.openai.logprobs import completion_logprobs
 from penstock.server.run import Choice, Run
 from penstock.server.service import Service
 

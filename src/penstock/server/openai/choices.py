@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from penstock.engine.engine import Event
 from penstock.request import Finished, Output, Token
 from penstock.server import sse
-from penstock.server.answers import ChatAnswer, CompletionAnswer, Usage
-from penstock.server.asks import SamplingFields
-from penstock.server.logprobs import prompt_logprobs
+from penstock.server.openai.answers import ChatAnswer, CompletionAnswer, Usage
+from penstock.server.openai.asks import SamplingFields
+from penstock.server.openai.logprobs import prompt_logprobs
 from penstock.server.run import Choice, Run, Shape
 
 
