@@ -54,11 +54,15 @@ class SamplingParams:
         return cls(**values)
 
     @property
+    def is_penalized(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
     def is_likeliest(self) -> bool:
         """Whether each token is the likeliest one of the model itself: no history and no chance is needed for it."""
-        is_plain = self.repetition_penalty == 1 and not self.frequency_penalty and not self.presence_penalty
         is_free = not self.min_tokens and not self.logit_bias and self.grammar is None
-        return self.temperature == 0 and is_plain and is_free
+        return self.temperature == 0 and not self.is_penalized and is_free
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")

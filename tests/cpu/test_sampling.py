@@ -13,6 +13,7 @@ from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, UnsupportedModel
 from penstock.lanes.lane import TextPrompt
+from penstock.plan.pace import Pace
 from penstock.prompt.detokenizer import Detokenizer
 from penstock.request import Request, SamplingParams
 
@@ -90,6 +91,8 @@ def test_a_stop_string_that_comes_with_the_last_text_is_a_stop():
         ),
         stop=StopText(params.stop),
         held=HeldMemory(torch.device("cpu"), 0),
+        final_peak=lambda chunk, num_tokens: 0,
+        pace=Pace(),
     )
     choices = [active.choose(token, None, is_end=False, is_full=False) for token in (1, 2, 3)]
     assert "".join(active.text) == "a"

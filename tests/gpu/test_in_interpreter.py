@@ -21,6 +21,8 @@ MATRICES = "head_shapes or page_sizes or half_precision"
         ("test_kernels.py", f"not ({MATRICES})"),
         pytest.param("test_kernels.py", MATRICES, marks=pytest.mark.evidence),
         ("test_layers.py", ""),
+        ("test_draws_on_card.py", "100 or told"),
+        pytest.param("test_draws_on_card.py", "5003", marks=pytest.mark.evidence),
         pytest.param("test_experts.py", "", marks=pytest.mark.evidence),
         pytest.param("test_packed_decodes.py", "", marks=pytest.mark.evidence),
         pytest.param("test_padded_steps.py", "", marks=pytest.mark.evidence),

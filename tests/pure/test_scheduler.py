@@ -428,9 +428,18 @@ def test_claims_end_with_the_step_that_made_them():
 
 
 @pytest.mark.parametrize(
-    "values", [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 1}]
+    "values",
+    [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 2}, {"logprobs": 3}, {"temperature": 1}],
 )
-def test_no_step_is_planned_ahead_of_a_token_that_the_host_must_choose(values):
+def test_a_step_is_planned_ahead_of_tokens_that_the_device_chooses(values):
+    scheduler = make_scheduler(chunk_size=8)
+    scheduler.submit(make_request(0, range(5), sampling={"max_tokens": 3} | values))
+    first, second = scheduler.next_step(), scheduler.next_step()
+    assert [(c.start, c.end) for c in (*first.chunks, *second.chunks)] == [(0, 5), (5, 6)]
+
+
+def test_no_step_is_planned_ahead_of_a_token_that_a_grammar_must_be_told():
+    values = {"grammar": "{}", "temperature": 0.5}
     scheduler = make_scheduler(chunk_size=8)
     scheduler.submit(make_request(0, range(12), sampling=values))
     assert scheduler.next_step() is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,7 +370,8 @@ class Engine:
         for request_id in plan.preempted:
             self.model.lane.release(request_id)
             self._feeding.begin(request_id)
-        return self._runner.run(plan, self.scheduler.sequences)
+        samplers = {chunk.sequence_id: self._active[chunk.sequence_id].sampler for chunk in plan.chunks}
+        return self._runner.run(plan, self.scheduler.sequences, samplers)
 
     def _fail_step(self, plan: StepPlan) -> None:
         self.scheduler.fail(plan.step)
@@ -455,6 +456,7 @@ class Engine:
     def warm_up(self) -> None:
         """Makes ahead of time what would be made in the middle of requests: captures of a GPU's steps."""
         self.model.lane.capture()
+        self._runner.warm_up(self.model.spec.vocab_size)
 
     @contextmanager
     def limits(self, watch: Callable[[StepPlan, StepResult], None] | None = None) -> Generator[TokenBudget]:
@@ -477,15 +479,15 @@ class Engine:
         return self.prompts.chat_feed(parts, system=system)
 
     def _choose_tokens(self, plan: StepPlan, logits: StepLogits) -> dict[int, ChosenToken]:
-        likeliest = logits.likeliest_tokens()
+        logits.wait()
         chosen: dict[int, ChosenToken] = {}
         for chunk in plan.chunks:
             request_id = chunk.sequence_id
             if self.scheduler.sequences[request_id].is_leaving:
                 continue
             try:
-                choice = self._choose_token(chunk, logits, likeliest)
-            except Exception as error:  # a sampler or a grammar that cannot go on ends its own request
+                choice = self._choose_token(chunk, logits)
+            except Exception as error:  # a draw or a grammar that cannot go on ends its own request
                 self._emit(Failed(request_id=request_id, error=error))
                 self.scheduler.abort(request_id)
                 continue
@@ -493,7 +495,7 @@ class Engine:
                 chosen[request_id] = choice
         return chosen
 
-    def _choose_token(self, chunk: Chunk, logits: StepLogits, likeliest: Mapping[int, int]) -> ChosenToken | None:
+    def _choose_token(self, chunk: Chunk, logits: StepLogits) -> ChosenToken | None:
         """None where the chunk is not the last of what is known."""
         sequence = self.scheduler.sequences[chunk.sequence_id]
         active, rows = self._active[sequence.id], logits[sequence.id]
@@ -503,12 +505,8 @@ class Engine:
             active.note_pooled(logits.pooled[sequence.id], is_first=sequence.num_computed == 0)
         if not chunk.wants_logits:
             return None
-        token = likeliest[sequence.id]
-        if not active.request.sampling.is_likeliest:
-            prompt = sequence.tokens[sequence.request.first_decoder_position : sequence.num_prompt_tokens]
-            token = active.sampler.sample(rows[-1], prompt, active.token_ids)
+        token, logprob = logits.choice(sequence.id)
         is_full = self._is_full(active, len(sequence.tokens) + 1)
-        logprob = active.sampler.logprob(rows[-1], token)
         return active.choose(token, logprob, is_end=token in self.model.eos_ids, is_full=is_full)
 
     def _is_full(self, active: Active, num_tokens: int) -> bool:

@@ -34,7 +34,6 @@ class GrammarMatcher:
         self._vocab_size = vocab_size
         self._first = first
         self._mask_words = torch.zeros((vocab_size + 31) // 32, dtype=torch.int32)
-        self._bits = torch.arange(32, dtype=torch.int32)
 
     def copy(self) -> GrammarMatcher:
         return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, first=self)
@@ -43,23 +42,19 @@ class GrammarMatcher:
     def is_complete(self) -> bool:
         return self._matcher.is_stopped()
 
-    def mask(self, logits_V: torch.Tensor) -> None:
-        """Tokens that cannot come next go to minus infinity, in place."""
-        allowed_V = self._allowed()[: len(logits_V)]
-        logits_V.masked_fill_(~allowed_V.to(logits_V.device), float("-inf"))
+    def mask_words(self) -> torch.Tensor:
+        """Computes which tokens may come next, a bit each; overwritten by the next call."""
+        words = self._mask_words
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
+        self._refuse_error()
+        return words
 
     def prepare(self) -> None:
         """Does the work of the first step ahead of it, and goes one token further on a copy: most of what passes the
         limits does so there."""
-        allowed_V = self._allowed()
+        allowed_V = allowed_of(self.mask_words(), self._vocab_size)
         if allowed_V.any():
             self.copy().accept(int(allowed_V.nonzero()[0]))
-
-    def _allowed(self) -> torch.Tensor:
-        words = self._mask_words
-        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
-        self._refuse_error()
-        return ((words.unsqueeze(1) >> self._bits) & 1).flatten()[: self._vocab_size].bool()
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -72,6 +67,12 @@ class GrammarMatcher:
                 f"The answer cannot be held to its grammar or schema any further: "
                 f"{first_line(self._matcher.get_error() or 'unknown', 300)}. Simplify its patterns and repetitions."
             )
+
+
+def allowed_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Spreads the bits of a mask over tokens, on its device."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(1) >> bits) & 1).flatten()[:vocab_size].bool()
 
 
 class Grammars:

@@ -10,39 +10,38 @@ import numpy as np
 import torch
 
 from penstock.attention.backend import ForwardInputs
+from penstock.engine.choices import Choices, RowAsk
+from penstock.engine.draws import Draw, draw_tokens, numbers_of
+from penstock.engine.sampler import Sampler
 from penstock.lanes.lane import Lane
-from penstock.request import Chunk, StepPlan
+from penstock.request import Chunk, SamplingParams, StepPlan, TokenLogprob
 from penstock.request import Sequence as SequenceState
 
 
 class StepLogits(Mapping[int, torch.Tensor]):
-    """The logits of a step by sequence: [rows, vocabulary], no row where none was wanted.
-
-    The likeliest tokens are chosen on the device, where the next step can take them from, and copied to the host.
-    """
+    """The logits of a step by sequence, [rows, vocabulary], no row where none was wanted; and what was chosen."""
 
     def __init__(
         self,
         logits: torch.Tensor,
         rows_by_sequence: Mapping[int, slice],
         pooled: Mapping[int, torch.Tensor],
-        choosing: Sequence[int],
+        asks: Sequence[RowAsk],
+        last_tokens: torch.Tensor,
         begun: torch.cuda.Event | None,  # when the device began the step; None: the host computes it itself
     ) -> None:
         self._logits = logits
         self._begun = begun
         self._rows = rows_by_sequence
         self.pooled = pooled  # of the sequences that want an embedding: the sum, or the last, of the chunk's states
-        self.place_by_sequence = {sequence_id: place for place, sequence_id in enumerate(choosing)}
-        last_rows = [rows_by_sequence[sequence_id].stop - 1 for sequence_id in choosing]
+        self.place_by_sequence = {ask.sequence.id: place for place, ask in enumerate(asks)}
+        last_rows = [rows_by_sequence[ask.sequence.id].stop - 1 for ask in asks]
         if len(last_rows) < len(logits):
             logits = logits[torch.tensor(last_rows, dtype=torch.long, device=logits.device)]
-        self.tokens_on_device = _likeliest(logits)
-        self._tokens = self.tokens_on_device
+        self._choices = Choices(logits, asks, last_tokens)
+        self.tokens_on_device = self._choices.tokens_on_device
         self._is_done: torch.cuda.Event | None = None
         if begun is not None:
-            self._tokens = torch.empty(len(self.tokens_on_device), dtype=torch.long, pin_memory=True)
-            self._tokens.copy_(self.tokens_on_device, non_blocking=True)
             self._is_done = torch.cuda.Event(enable_timing=True)
             self._is_done.record()
 
@@ -55,11 +54,14 @@ class StepLogits(Mapping[int, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def likeliest_tokens(self) -> dict[int, int]:
-        """The next token of each sequence that gets one, once the step is done."""
+    def wait(self) -> None:
+        """Returns when the device is done with the step."""
         if self._is_done is not None:
             self._is_done.synchronize()
-        return dict(zip(self.place_by_sequence, self._tokens.tolist(), strict=True))
+
+    def choice(self, sequence_id: int) -> tuple[int, TokenLogprob | None]:
+        """The sequence's next token and its logprob, once the step is done; raises why there is none."""
+        return self._choices.of(self.place_by_sequence[sequence_id])
 
     def device_seconds(self) -> float | None:
         """What the device took for the step, once it is done; None where the host computed it."""
@@ -77,7 +79,9 @@ class Runner:
         # Which tokens the last step chose, and for whom; its logits are not kept with them.
         self._last: tuple[Mapping[int, int], torch.Tensor] = ({}, torch.empty(0))
 
-    def run(self, plan: StepPlan, sequences: Mapping[int, SequenceState]) -> StepLogits:
+    def run(
+        self, plan: StepPlan, sequences: Mapping[int, SequenceState], samplers: Mapping[int, Sampler]
+    ) -> StepLogits:
         """Logits by sequence: of the chunk's last token, or of every token where prompt logprobs are wanted."""
         rows_by_sequence: dict[int, slice] = {}
         logit_rows: list[int] = []
@@ -93,10 +97,29 @@ class Runner:
             begun = torch.cuda.Event(enable_timing=True)
             begun.record()
         logits = self.lane.run(self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled)))
-        choosing = [chunk.sequence_id for chunk in plan.chunks if chunk.wants_logits]
-        step = StepLogits(logits, rows_by_sequence, pooled, choosing, begun)
+        # Masks of grammars are computed here, while the device computes the step.
+        asks = [
+            self._ask(chunk, sequences[chunk.sequence_id], samplers[chunk.sequence_id])
+            for chunk in plan.chunks
+            if chunk.wants_logits
+        ]
+        step = StepLogits(logits, rows_by_sequence, pooled, asks, self._last[1], begun)
         self._last = (step.place_by_sequence, step.tokens_on_device)
         return step
+
+    def warm_up(self, vocab_size: int) -> None:
+        """Compiles what draws tokens, for few rows and for many."""
+        if self.device.type == "cuda":
+            drawn = Draw.of(SamplingParams(temperature=1.0, top_p=0.5), 0, 0)
+            for num_rows in (1, 17, 65):
+                numbers_FL = torch.from_numpy(numbers_of([drawn] * num_rows)).to(self.device)
+                draw_tokens(torch.zeros(num_rows, vocab_size, device=self.device), numbers_FL, [drawn] * num_rows)
+
+    def _ask(self, chunk: Chunk, sequence: SequenceState, sampler: Sampler) -> RowAsk:
+        is_pending = len(sequence.tokens) < chunk.end
+        place = self._last[0][sequence.id] if is_pending else None
+        num_written = chunk.end - sequence.num_prompt_tokens
+        return RowAsk(sequence=sequence, sampler=sampler, num_written=num_written, pending_place=place)
 
     def _pooling(
         self, plan: StepPlan, sequences: Mapping[int, SequenceState], pooled: dict[int, torch.Tensor]
@@ -175,15 +198,6 @@ class Runner:
         for part, place in zip(parts, packed.split(sizes), strict=True):
             place.numpy()[:] = part
         return list(packed.to(self.device, non_blocking=True).split(sizes))
-
-
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    if not len(logits):
-        return torch.empty(0, dtype=torch.long)
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        # Vectorized, which torch's own is not, and no thread is woken for it.
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
 
 
 def _num_source(sequence: SequenceState) -> int:

@@ -327,7 +327,8 @@ class Scheduler:
         if limits.restarts_after_failure:  # a step that fails gives back the blocks of the one before it
             return False
         chosen = (self.sequences[c.sequence_id].request for c in self._flights[0].plan.chunks if c.wants_logits)
-        return all(request.sampling.is_likeliest and request.source is None for request in chosen)
+        # A grammar is told of each token on the host before it says what may follow.
+        return all(request.sampling.grammar is None and request.source is None for request in chosen)
 
     def _commit(self, sequence: Sequence, chunk: Chunk) -> None:
         if chunk.is_prompt:
