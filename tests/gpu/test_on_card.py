@@ -1,6 +1,7 @@
 """Tiny models on the card: what the CPU gives in float32, in chunks and whole."""
 
 import gc
+import math
 import random
 import sys
 import types
@@ -15,10 +16,12 @@ if not torch.cuda.is_available():
 
 from tiny_models import CONFIGS, prompt, save_tiny_model
 
+from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.cuda import CudaAttention
 from penstock.cache.storage import KvStorage
 from penstock.engine.engine import Engine
 from penstock.engine.loading import gpu_memory
+from penstock.kernels import triton_attention
 from penstock.models import fla_recurrence
 
 TOLERANCE = 1e-4
@@ -130,11 +133,11 @@ def test_a_step_waits_for_nothing_but_its_tokens(name, folders):
         plan = engine.scheduler.next_step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            logits = engine._runner.run(plan, engine.scheduler.sequences)  # a hidden synchronisation raises here
+            begun = engine._begin(plan)  # a hidden synchronisation raises here
         finally:
             torch.cuda.set_sync_debug_mode("default")
             engine.scheduler.fail(plan.step)
-        assert set(logits) == {chunk.sequence_id for chunk in plan.chunks}
+        assert set(begun) == {chunk.sequence_id for chunk in plan.chunks}
 
 
 def mixed_steps(folder, num_steps, *, is_replaying, is_padded=True, dtype="bfloat16"):
@@ -203,6 +206,34 @@ def test_a_reader_that_cannot_compile_is_left_out_and_said(folders, monkeypatch)
     assert attention.reader is None
     assert "Could not find nvcc" in attention.failure
     assert "more lines" not in attention.name
+
+
+def test_chunks_that_fill_no_wave_compile_nothing_once_a_reader_was_picked():
+    """Their keys are split, by a form of the kernel that wide chunks never ask for."""
+    device = torch.device("cuda")
+    storage = KvStorage(
+        num_layers=1, num_slots=16_384, num_kv_heads=4, head_size=128, dtype=torch.bfloat16, device=device
+    )
+    attention = CudaAttention(storage, 64, num_heads=32)
+    attention.pick_reader()
+    compiled = [len(cache[0]) for cache in triton_attention.attend_tiles.device_caches.values()]
+    empty = torch.empty(0, dtype=torch.long)
+    for count, context in ((100, 16_000), (260, 12_000)):
+        inputs = ForwardInputs(
+            ids_T=empty,
+            positions_T=empty,
+            query_starts=(0, count),
+            context_lens=(context,),
+            block_table=(tuple(range(-(-context // 64))),),
+            rotary_variants=("default",),
+            sequence_ids=(0,),
+            logit_rows=empty,
+        )
+        attention.begin_step(inputs)
+        attention.attend(0, torch.zeros(count, 32, 128, dtype=torch.bfloat16, device=device), AttentionRule(scale=0.1))
+    assert compiled
+    assert [len(cache[0]) for cache in triton_attention.attend_tiles.device_caches.values()] == compiled
+    assert attention.reader is None or attention.reader.waves is None or attention.reader.waves.own_ratio < math.inf
 
 
 def test_what_a_closed_engine_held_is_free_for_the_next(folders):

@@ -23,6 +23,7 @@ from penstock.cache.storage import KvStorage
 from penstock.errors import first_line
 from penstock.kernels import triton_attention as triton_kernels
 from penstock.kernels.overlap import overlap
+from penstock.plan.waves import Waves
 
 LEAST_ROWS = 16  # of a matrix product on tensor cores
 MAX_SPLITS = 64  # a power of two
@@ -30,6 +31,7 @@ MIN_SPLIT_KEYS = 128
 MAX_PARTIAL_BYTES = 64 * 2**20  # of the partial results of one launch
 ALIGNED_ITEMS = 4  # int32 numbers of 16 bytes
 TIMED_CHUNK, TIMED_CONTEXT, TIMED_RUNS = 2048, 8192, 4
+PARTIAL_CHUNK = 256  # fills no wave, and has its keys split
 HOPPER_SHARED_BYTES = 232_448
 PADDING = -1  # a tile or a slot that nothing is computed for
 
@@ -153,13 +155,13 @@ class CudaAttention:
         if (reason := obstacle(self.storage)) is not None:
             self.name = f"Triton alone; {reason}"
             return
-        own_ms = self._wide_chunk_ms()
+        own_ms, partial_ms = self._chunk_ms(TIMED_CHUNK), self._chunk_ms(PARTIAL_CHUNK)
         num_heads = self.group * self.num_kv_heads
         try:
             self.reader = FlashInferReader(
                 self.storage, self.block_size, num_heads=num_heads, num_processors=self.num_processors
             )
-            its_ms = self._wide_chunk_ms()
+            its_ms = self._chunk_ms(TIMED_CHUNK)
         except Exception as error:  # it compiles now, with tools that may be missing, and says so in many ways
             self.reader = None
             why = first_line(error, 200)
@@ -173,13 +175,24 @@ class CudaAttention:
         else:
             self.name = f"Triton, and FlashInfer for wide chunks: {times}"
             if self.reader.waves is not None:
-                self.reader.waves = dataclasses.replace(self.reader.waves, own_ratio=own_ms / its_ms)
+                ratio = self._own_ratio(self.reader.waves, partial_ms, its_ms)
+                self.reader.waves = dataclasses.replace(self.reader.waves, own_ratio=ratio)
 
-    def _wide_chunk_ms(self) -> float:
-        """Times one layer's attention for a typical chunk; the least of a few counts."""
-        num_slots = len(self.storage.keys[0]) // self.block_size * self.block_size
-        context = min(TIMED_CONTEXT, num_slots)
-        count = min(TIMED_CHUNK, context)
+    def _timed_sizes(self, num_tokens: int) -> tuple[int, int]:
+        """Tells (tokens, context) of a chunk that is timed, where the pages hold so many."""
+        context = min(TIMED_CONTEXT, len(self.storage.keys[0]) // self.block_size * self.block_size)
+        return min(num_tokens, context), context
+
+    def _own_ratio(self, waves: Waves, own_ms: float, its_ms: float) -> float:
+        """How many times as long our kernels take for a key of a token of a partial chunk as full waves do."""
+        (own_count, context), (its_count, _) = self._timed_sizes(PARTIAL_CHUNK), self._timed_sizes(TIMED_CHUNK)
+        own_keys = own_count * (context - own_count / 2)
+        its_keys = waves.tokens_filled(its_count) * (context - its_count / 2)
+        return max(1.0, (own_ms / own_keys) / (its_ms / its_keys))
+
+    def _chunk_ms(self, num_tokens: int) -> float:
+        """Times one layer's attention for a chunk, the least of a few; what is compiled now stalls no request."""
+        count, context = self._timed_sizes(num_tokens)
         empty = torch.empty(0, dtype=torch.long)
         inputs = ForwardInputs(
             ids_T=empty,
