@@ -184,6 +184,7 @@ WHAT_IS_SPECIAL = {
     "smollm3": "Layers without rotary positions.",
     "phi3": "Fused projections, longrope, partial rotary.",
     "olmo2": "Norms on outputs instead of inputs.",
+    "qwen2_moe": "Mixture of experts beside a shared one.",
     "qwen3_moe": "Mixture of experts.",
     "qwen3_next": "Hybrid: gated delta rule and attention; mixture of experts.",
     "qwen3_5_text": "Hybrid: gated delta rule and attention.",

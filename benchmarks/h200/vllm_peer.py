@@ -4,7 +4,7 @@ Run it with the interpreter that has vLLM. Of Penstock it needs the files alone,
 
     PYTHONPATH=src python benchmarks/h200/vllm_peer.py
 
-Environment: SHAPE, one of those of `bench gpu --shape`; BATCHED, its token budget per step; ONLY, which parts of pdmo.
+Environment: SHAPE, one of those of `bench gpu --shape`; BATCHED, its token budget per step; ONLY, which parts of pdmos.
 Every engine has weights drawn alike, the same token ids and the same order of requests.
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from penstock.bench.work import CONTEXT, MAX_RUNNING, SHAPES, Work, WorkRun
+from penstock.bench.work import CONTEXT, GREEDY, MAX_RUNNING, SHAPES, Work, WorkRun
 
-PARTS = "pdmo"
+PARTS = "pdmos"
 NUM_WARM_TOKENS = 4096
 SHARE_OF_CARD = 0.85
 # One process, so that a step is a call; no network; greedy answers need no sampler of FlashInfer's, which compiles.
@@ -61,6 +61,10 @@ class Vllm:
             **settings,
         )
         self._numbers = itertools.count()
+        self.sampling = GREEDY
+
+    def sharpen(self, factor: float) -> None:
+        self._llm.apply_model(lambda model: model.lm_head.weight.data.mul_(factor).shape)
 
     @property
     def has_work(self) -> bool:
@@ -90,7 +94,8 @@ class Vllm:
     def _sampling(self, num_tokens: int) -> Any:
         from vllm import SamplingParams
 
-        fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        fixed: dict[str, Any] = {"ignore_eos": True, "detokenize": False}
+        fixed |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
         return SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, **fixed)
 
 

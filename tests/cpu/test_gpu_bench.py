@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from programs import program
+from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.bench.gpu import GpuBench
+from penstock.bench.gpu import GpuBench, against_limits
+from penstock.bench.limits import Limits, _num_pairs, least_read_s, least_step_s
 from penstock.bench.random_model import random_engine, random_transformers_model, save_model
 from penstock.bench.work import SHAPES, Mixed, Work
 from penstock.cli.bench import SHAPE_NAMES
@@ -146,7 +148,53 @@ def test_random_weights_can_be_packed():
 def test_a_time_below_its_limit_is_told_as_a_wrong_limit():
     report = program(H200 / "report.py", "h200_report")
     last = json.loads((H200 / "last.json").read_text())
+    last["penstock"]["least_s"] = {"tpot_1_1024": 0.9 * last["penstock"]["tpot_1_1024"]}
     assert "is wrong" not in report.table(last)
-    last["penstock"]["tpot_1_1024"] = 0.9 * report.LIMITS_MS["tpot_1_1024"] / 1e3
+    last["penstock"]["tpot_1_1024"] *= 0.8
     (wrong,) = (line for line in report.table(last).splitlines() if "is wrong" in line)
     assert wrong.startswith("| decode step, 1 at 1k")
+
+
+def test_rows_are_held_against_the_limits():
+    told: dict[str, str] = {}
+    spec, limits = decoder_spec(SHAPE), Limits(product_gflops=1.0, read_gb_per_s=1.0)
+    fast, slow = least_read_s(spec, 200, limits) / 2, 4 * least_step_s(spec, [32] * 4, limits)
+    found = against_limits(
+        spec, SMALL, limits, {"prefill_200": fast, "tpot_4_32": slow, "offline": {}}, told.__setitem__
+    )
+    assert set(found["least_s"]) == {"prefill_200", "tpot_4_32"}
+    assert "200.0%; the limit was measured too low" in told["prefill_200 at the limits"]
+    assert told["tpot_4_32 at the limits"].endswith("it reached 25.0%")
+
+
+def test_a_step_reads_every_weight_but_the_embeddings_and_all_keys_and_values():
+    model = random_transformers_model(SHAPE, "cpu")
+    weights = sum(parameter.numel() for parameter in model.parameters()) - SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    spec, limits = decoder_spec(SHAPE), Limits(product_gflops=1.0, read_gb_per_s=1e-9)
+    assert least_step_s(spec, [0], limits) == 2 * weights
+    cached = 2 * 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    assert least_step_s(spec, [10, 30], limits) == 2 * weights + 40 * cached
+
+
+def test_a_prompt_needs_the_products_that_torch_counts():
+    """Torch counts every pair of attention, and a row of the head for each token."""
+    length, limits = 40, Limits(product_gflops=1e-9, read_gb_per_s=1e30)
+    model = random_transformers_model(SHAPE, "cpu")
+    model.set_attn_implementation("eager")
+    with torch.inference_mode(), FlopCounterMode(display=False) as counted:
+        model(torch.tensor([SMALL.tokens(length, 0)]))
+    layers, heads = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    unseen = 4 * heads * layers * (length * length - length * (length + 1) // 2)
+    heads_of_others = 2 * (length - 1) * SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    norms = 2 * length * (layers * (2 * SHAPE["hidden_size"] + 2 * SHAPE["head_dim"]) + SHAPE["hidden_size"])
+    expected = counted.get_total_flops() - unseen - heads_of_others + norms
+    assert least_read_s(decoder_spec(SHAPE), length, limits) == expected
+
+
+def test_few_rows_choose_few_experts_and_windows_hide_keys():
+    shape = SHAPES["qwen3-30b-a3b"]
+    spec, limits = decoder_spec(shape), Limits(product_gflops=1.0, read_gb_per_s=1e-9)
+    one, many = (least_step_s(spec, [0] * size, limits) / 2 for size in (1, 5000))
+    of_one = 3 * shape["moe_intermediate_size"] * shape["hidden_size"] * shape["num_hidden_layers"]
+    assert many - one == pytest.approx((shape["num_experts"] - shape["num_experts_per_tok"]) * of_one)
+    assert _num_pairs(7, 3) == sum(min(position + 1, 3) for position in range(7))

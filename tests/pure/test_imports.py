@@ -118,7 +118,7 @@ NO_TORCH += [
 ]
 # Where torch and transformers are imported by the function that needs them.
 MAY_IMPORT_TRANSFORMERS = {"prompt/load.py", "bench/peer_process.py", "bench/cpu.py"}
-MAY_IMPORT_TRANSFORMERS |= {"bench/random_model.py", "bench/gpu.py"}
+MAY_IMPORT_TRANSFORMERS |= {"bench/random_model.py", "bench/gpu.py", "bench/limits.py"}
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:

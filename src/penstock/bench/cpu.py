@@ -8,16 +8,15 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import cycle, pairwise
 from typing import Any
 
+from penstock.bench.limits import Limits, limits_of_processor
 from penstock.bench.peers import AS_STORED, Reader, ReaderSettings
 from penstock.bench.probes import Measuring
 from penstock.bench.work import SHAPES
@@ -33,7 +32,6 @@ from penstock.trace.environment import versions
 NUM_WRITTEN = 32
 LENGTHS = (2048, 8192, 16_384)
 LONGEST_CONTEXT = 8192  # of all parts but reading
-LIMIT_S = 1.0  # for each limit
 CHUNK_SIZES = (256, 512, 1024, 2048)
 OWN_ROUNDS = 2  # where we are compared with ourselves, and a few hundredths decide
 OURS: dict[str, dict[str, Any]] = {
@@ -72,16 +70,6 @@ class QualityRow(Document):
     largest_error: float
 
 
-class CpuLimits(Document):
-    product_gflops: float
-    read_gb_per_s: float
-
-    def larger(self, other: CpuLimits) -> CpuLimits:
-        """Whatever disturbs the measurement of a limit lowers it."""
-        ours, theirs = self.model_dump(), other.model_dump()
-        return CpuLimits(**{name: max(value, theirs[name]) for name, value in ours.items()})
-
-
 class CpuReport(Document):
     started_at: str  # ISO 8601, UTC
     processor: str
@@ -89,7 +77,7 @@ class CpuReport(Document):
     model: str
     threads: int
     repeats: int  # OWN_ROUNDS times as many where we are compared with ourselves
-    limits: CpuLimits  # the larger of those measured before and after the rows
+    limits: Limits  # the larger of those measured before and after the rows
     limit_faults: tuple[str, ...] = ()  # rows beyond a limit: then the limit is wrong, and the row's share with it
     rows: list[Row]
     memory: list[MemoryRow]
@@ -97,7 +85,7 @@ class CpuReport(Document):
     text_sha256: str  # of what the quality is measured on
 
 
-def judged(report: CpuReport, limits: CpuLimits) -> CpuReport:
+def judged(report: CpuReport, limits: Limits) -> CpuReport:
     """Says of our own rows how much of the limit they reach, and which of them show that the limit is wrong."""
     rows = [_with_share(report.model, row, limits) for row in report.rows]
     faults = tuple(
@@ -108,7 +96,7 @@ def judged(report: CpuReport, limits: CpuLimits) -> CpuReport:
     return report.model_copy(update={"limits": limits, "rows": rows, "limit_faults": faults})
 
 
-def _with_share(model: str, row: Row, limits: CpuLimits) -> Row:
+def _with_share(model: str, row: Row, limits: Limits) -> Row:
     """Adds to our rows their share of the limit: of products when reading, of the weights' bytes when writing."""
     if row.who not in OURS or row.part not in ("reading", "writing"):
         return row
@@ -138,33 +126,6 @@ def _in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
         return process.submit(function, *arguments).result()
 
 
-def limits_of_processor(threads: int) -> CpuLimits:
-    """The best of products of bfloat16 rows, many and so few that others miss some, and of sums over memory."""
-    import penstock.engine  # noqa: F401 - says how threads wait, before torch
-
-    # isort: split
-    import torch
-
-    torch.set_num_threads(threads)
-    matrix, products = torch.randn(4096, 1024).bfloat16(), []
-    for num_rows, num_outputs in ((256, 2048), (1024, 4096)):
-        rows, part = torch.randn(num_rows, 1024).bfloat16(), matrix[:num_outputs]
-        products.append(2 * rows.numel() * num_outputs / _fastest_s(partial(torch.matmul, rows, part.T)))
-    pieces = torch.ones(16, 4 * 2**20)  # one after the other, so that none is still in a cache
-    order = cycle(pieces)
-    read = pieces[0].nbytes / _fastest_s(lambda: next(order).sum())
-    return CpuLimits(product_gflops=max(products) / 1e9, read_gb_per_s=read / 1e9)
-
-
-def _fastest_s(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    ends = [began]
-    while ends[-1] - began < LIMIT_S:
-        function()
-        ends.append(time.perf_counter())
-    return min(end - start for start, end in pairwise(ends))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one reader does in its turn."""
@@ -188,7 +149,7 @@ class CpuBench(Workbench):
         threads: int | None = None,
         llama_python: str | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-        measure_limits: Callable[[int], CpuLimits] = lambda threads: _in_fresh_process(limits_of_processor, threads),
+        measure_limits: Callable[[int], Limits] = lambda threads: _in_fresh_process(limits_of_processor, threads),
     ) -> None:
         self.threads = threads or num_physical_cores()
         settings = BenchSettings(model=model, peers=peers, threads=self.threads, device="cpu")

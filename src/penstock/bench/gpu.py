@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from penstock.bench.limits import Limits, least_read_s, least_step_s, measured_limits
 from penstock.bench.random_model import random_engine
 from penstock.bench.work import CONTEXT, MAX_RUNNING, SHAPES, Mixed, Report, Work, WorkRun
 from penstock.bench.workbench import EngineSubject
 from penstock.config import GIB
 from penstock.engine.calibration import calibrate
 from penstock.engine.engine import Engine
+from penstock.errors import InvalidSetting
+from penstock.models.spec import DecoderSpec
 from penstock.plan.devices import require_device
 from penstock.plan.machine import process_age_s
 from penstock.request import StepPlan, StepResult
@@ -22,11 +25,23 @@ from penstock.trace.environment import versions
 REST_S = 1.0  # a card that has just been warmed up is slower for a moment
 
 
+class _CardSubject(EngineSubject):
+    def sharpen(self, factor: float) -> None:
+        import torch
+
+        decoder = getattr(self.engine.model.lane, "decoder", None)
+        head_VM = getattr(decoder, "head_VM", None)
+        if not isinstance(head_VM, torch.Tensor):
+            raise InvalidSetting("Sampled decodes are measured with our own decoder, unquantised; leave out part s.")
+        with torch.inference_mode():
+            head_VM.mul_(factor)
+
+
 class GpuBench(WorkRun):
     """Our own engine over the work, as any caller sends it requests."""
 
     def __init__(self, engine: Engine, work: Work, report: Report) -> None:
-        super().__init__(EngineSubject(engine), work, report)
+        super().__init__(_CardSubject(engine), work, report)
         self.engine = engine
 
     def run(self, parts: str, targets_ms: Iterable[float] = ()) -> dict[str, Any]:
@@ -93,6 +108,22 @@ class GpuBench(WorkRun):
             self.report(f"{us_per_step:10.1f} us  {kernel.count / num_steps:6.0f} x", kernel.key[:90])
 
 
+def against_limits(
+    spec: DecoderSpec, work: Work, limits: Limits, found: Mapping[str, Any], report: Report
+) -> dict[str, Any]:
+    """Says what each row that was measured would take at the limits; one that took less shows a limit to be wrong."""
+    least_s = {f"prefill_{length}": least_read_s(spec, length, limits) for length in work.prompt_lengths}
+    least_s |= {
+        f"tpot_{size}_{context}": least_step_s(spec, [context] * size, limits) for size, context in work.batches
+    }
+    least_s = {key: seconds for key, seconds in least_s.items() if key in found}
+    for key, seconds in least_s.items():
+        share = seconds / found[key]
+        wrong = "; the limit was measured too low" if share > 1 else ""
+        report(f"{key} at the limits", f"{seconds * 1e3:.2f} ms, of which it reached {share:.1%}{wrong}")
+    return {"limits": limits.model_dump(), "least_s": least_s}
+
+
 def measure_gpu(
     model: str | None,
     shape: str,
@@ -117,6 +148,7 @@ def measure_gpu(
         now = settings | others
         return random_engine(SHAPES[shape], **now) if model is None else Engine.load(model, **now)
 
+    before = measured_limits("cuda")
     with load() as engine:
         report("engine up", f"{process_age_s():.1f} s after the process began")
         work = Work.of_vocabulary(engine.model.spec.vocab_size)
@@ -139,7 +171,16 @@ def measure_gpu(
         }
     facts |= {"shape": shape} if model is None else {}
     peak_bytes = torch.cuda.max_memory_allocated()
+    spec = engine.model.spec
     del engine, bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    limits = before.larger(measured_limits("cuda"))
+    report(
+        "limits", f"{limits.product_gflops / 1e3:.0f} TFLOP/s in products, {limits.read_gb_per_s / 1e3:.2f} TB/s read"
+    )
+    if isinstance(spec, DecoderSpec):
+        found |= against_limits(spec, work, limits, found, report)
     if "b" in parts:
         found |= bytes_against_plan(load, work.prompt_lengths[1:], work, torch.cuda.max_memory_allocated, report)
     return {**facts, "peak_bytes": peak_bytes, **found}

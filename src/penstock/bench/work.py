@@ -60,6 +60,15 @@ SHAPES: dict[str, Config] = {
     "qwen3-30b-a3b": _decoder(
         "qwen3_moe", layers=48, width=2048, mlp=6144, heads=(32, 4, 128), **_experts(128, 8, 768)
     ),
+    "64-experts-of-1408": _decoder(
+        "qwen2_moe",
+        layers=24,
+        width=2048,
+        mlp=5632,
+        heads=(16, 16, 128),
+        **_experts(64, 6, 1408),
+        shared_expert_intermediate_size=2 * 1408,
+    ),
     "qwen3-next": _decoder("qwen3_next", layers=24, width=2048, mlp=5120, heads=(16, 2, 256), **_DELTA),
     "llama-3.2-1b": _decoder("llama", layers=16, width=2048, mlp=8192, heads=(32, 8, 64), **_LLAMA),
     "qwen3-0.6b": _decoder("qwen3", layers=28, width=1024, mlp=3072, heads=(16, 8, 128), tie_word_embeddings=True),
@@ -67,9 +76,23 @@ SHAPES: dict[str, Config] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; greedily unless said."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_p=0.95)
+# Random weights give logits that are all but equal; times this, about fifty of 150,000 tokens stay.
+SHARPENING = 170_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     prompt_lengths: tuple[int, ...] = (2048, 8192, 32768, 131072)
     batches: tuple[tuple[int, int], ...] = ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (8, 32768))  # of a context
+    sampled_batches: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024), (256, 1024))
     num_decode_steps: int = 128
     num_decoders: int = 32
     decoder_context: int = 2048
@@ -98,7 +121,9 @@ class Work:
 
 
 class Subject(Protocol):
-    """An engine as measurements see it: greedy, with token ids instead of text, and no end before the last token."""
+    """An engine as measurements see it: token ids instead of text, and no end before the last token."""
+
+    sampling: Sampling  # of the requests that come next
 
     @property
     def has_work(self) -> bool: ...
@@ -111,6 +136,14 @@ class Subject(Protocol):
 
     def run(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> None:
         """Answers all of them; the device is done when it returns."""
+        ...
+
+
+class WorkSubject(Subject, Protocol):
+    """An engine that the whole fixed work is run over."""
+
+    def sharpen(self, factor: float) -> None:
+        """Multiplies the weights of the head, so that few tokens are likely."""
         ...
 
 
@@ -184,18 +217,19 @@ class Mixed:
 class WorkRun:
     """The work, given to one engine part by part; what it took, under the keys that every engine prints."""
 
-    def __init__(self, subject: Subject, work: Work, report: Report) -> None:
+    def __init__(self, subject: WorkSubject, work: Work, report: Report) -> None:
         self.subject = subject
         self.work = work
         self.report = report
 
     def run(self, parts: str) -> dict[str, Any]:
-        """`parts`: p prompts, d decodes, m a long prompt beside decodes, o a full queue."""
+        """`parts`: p prompts, d decodes, m a long prompt beside decodes, o a full queue; last, s sampled decodes."""
         every: dict[str, Callable[[], dict[str, Any]]] = {
             "p": self._read_prompts,
             "d": self._write_batches,
             "m": lambda: {"mixed": asdict(self.beside_decodes())},
             "o": self._full_queue,
+            "s": self._write_sampled,
         }
         found: dict[str, Any] = {}
         for part in parts:
@@ -237,16 +271,32 @@ class WorkRun:
 
     def _write_batches(self) -> dict[str, Any]:
         found = {}
-        num_steps = self.work.num_decode_steps
         for size, context in self.work.batches:
-            prompts = [self.work.tokens(context, seed) for seed in range(size)]
-            self.seconds(prompts, [8] * size)
-            first = min(self.seconds(prompts, [1] * size) for _ in range(2))
-            all_ = min(self.seconds(prompts, [1 + num_steps] * size) for _ in range(2))
-            step_s = (all_ - first) / num_steps
-            found[f"tpot_{size}_{context}"] = step_s
-            self.report(f"decode {size} at {context}", f"{step_s * 1e3:.3f} ms per step, {size / step_s:.0f} tok/s")
+            found[f"tpot_{size}_{context}"] = self._step_s("decode", size, context)
         return found
+
+    def _write_sampled(self) -> dict[str, Any]:
+        """Greedy and sampled in turns, from flat logits, then from peaked ones; the weights are not put back."""
+        found = {}
+        for logits in "flat", "peaked":
+            if logits == "peaked":
+                self.subject.sharpen(SHARPENING)
+            for size, context in self.work.sampled_batches:
+                for name, sampling in {"greedy": GREEDY, "sampled": SAMPLED}.items():
+                    self.subject.sampling = sampling
+                    found[f"tpot_{size}_{context}_{name}_{logits}"] = self._step_s(f"{name}, {logits},", size, context)
+        self.subject.sampling = GREEDY
+        return found
+
+    def _step_s(self, name: str, size: int, context: int) -> float:
+        num_steps = self.work.num_decode_steps
+        prompts = [self.work.tokens(context, seed) for seed in range(size)]
+        self.seconds(prompts, [8] * size)
+        first = min(self.seconds(prompts, [1] * size) for _ in range(2))
+        all_ = min(self.seconds(prompts, [1 + num_steps] * size) for _ in range(2))
+        step_s = (all_ - first) / num_steps
+        self.report(f"{name} {size} at {context}", f"{step_s * 1e3:.3f} ms per step, {size / step_s:.0f} tok/s")
+        return step_s
 
     def _full_queue(self) -> dict[str, Any]:
         requests = self.work.requests()

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.peers import Reader, ReaderSettings, peer_settings
+from penstock.bench.work import GREEDY
 from penstock.config import DEFAULT_MODEL
 from penstock.document import Document
 from penstock.models.files import resolve
@@ -82,13 +83,15 @@ class EngineSubject:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_read: dict[int, int] = {}
+        self.sampling = GREEDY
 
     @property
     def has_work(self) -> bool:
         return self.engine.has_work
 
     def submit(self, prompt: Sequence[int], num_tokens: int) -> int:
-        return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True)
+        temperature, top_p = self.sampling.temperature, self.sampling.top_p
+        return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True, temperature=temperature, top_p=top_p)
 
     def step(self) -> list[int]:
         events = self.engine.step()

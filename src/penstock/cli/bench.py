@@ -55,7 +55,8 @@ def gpu(
     random_weights: Annotated[bool, typer.Option(help="A shape with random weights, no file.")] = False,
     shape: Annotated[str, typer.Option(help=f"Of the random weights: {', '.join(SHAPE_NAMES)}.")] = SHAPE_NAMES[0],
     parts: Annotated[
-        str, typer.Option(help="p prompts, d decodes, m 65k beside 32 decodes, o full queue, b bytes against the plan.")
+        str,
+        typer.Option(help="p prompts, d decodes, m 65k beside 32 decodes, o full queue, s sampled, b bytes."),
     ] = "pdmo",
     target: Annotated[list[float] | None, typer.Option(help="m again under this latency target, in ms.")] = None,
     chunk_size: Annotated[int, typer.Option(help="The most prompt tokens of a step.")] = 8192,
@@ -68,8 +69,8 @@ def gpu(
         raise InvalidSetting("Give a model or --random-weights, and not both.")
     if random_weights and settings["lane"] is not None:
         raise InvalidSetting("--random-weights are those of our own decoder; --lane takes a model.")
-    if wrong := set(parts) - set("pdmob"):
-        raise InvalidSetting(f"--parts has {''.join(sorted(wrong))!r}; the parts are p, d, m, o and b.")
+    if wrong := set(parts) - set("pdmosb"):
+        raise InvalidSetting(f"--parts has {''.join(sorted(wrong))!r}; the parts are p, d, m, o, s and b.")
     if shape not in SHAPE_NAMES:
         raise InvalidSetting(f"--shape is {shape!r}; it must be one of {', '.join(SHAPE_NAMES)}.")
     from pydantic_core import to_json

@@ -117,6 +117,15 @@ class DecoderSpec:
         return mixers + self.num_layers * norms + mlps + self.hidden_size + embeddings
 
     @property
+    def attention_growth(self) -> float:
+        """Estimates what each position before a token adds to its cost, as a share of that of the first; 0: unknown."""
+        num_growing = sum(layer.window is None and not layer.is_recurrent for layer in self.layers)
+        if self.experts is not None or not num_growing:
+            return 0.0
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
+        return 2 * num_growing * self.num_heads * self.head_size / (self.num_parameters - embeddings)
+
+    @property
     def widest_mlp(self) -> int:
         """Intermediate values of a token in the layer that has most; all tokens may choose one expert."""
         is_dense = not all(layer.has_experts for layer in self.layers)
@@ -188,6 +197,14 @@ FAMILIES: Mapping[str, _Family] = {
     ),
     "phi3": _Family(sliding="all", biases=(), traits={"has_fused_qkv": True, "has_fused_mlp": True}),
     "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
+    "qwen2_moe": _Family(
+        sliding="by-layer-type",
+        full_every=(2,),
+        biases=(),
+        traits={"qkv_bias": True},
+        experts="qwen",
+        normalizes_chosen=False,
+    ),
     "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
     "qwen3_next": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
     "qwen3_5_text": _Family(traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL),

@@ -1,0 +1,112 @@
+"""Limits: what a device multiplies and reads at most, as measured, and the least time that work needs by them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle, pairwise
+
+from penstock.document import Document
+from penstock.models.spec import DecoderSpec
+
+LIMIT_S = 1.0  # for each limit
+BYTES = 2  # of a number in bfloat16
+# (rows, inputs, outputs) of the products that are tried; on a processor also so few that others miss some.
+ON_PROCESSOR = ((256, 1024, 2048), (1024, 1024, 4096))
+ON_CARD = ((8192, 8192, 8192), (8192, 4096, 24576), (16384, 4096, 4096))
+
+
+class Limits(Document):
+    product_gflops: float
+    read_gb_per_s: float
+
+    def larger(self, other: Limits) -> Limits:
+        """Whatever disturbs the measurement of a limit lowers it."""
+        ours, theirs = self.model_dump(), other.model_dump()
+        return Limits(**{name: max(value, theirs[name]) for name, value in ours.items()})
+
+
+def limits_of_processor(threads: int) -> Limits:
+    import penstock.engine  # noqa: F401 - says how threads wait, before torch
+
+    # isort: split
+    import torch
+
+    torch.set_num_threads(threads)
+    return measured_limits("cpu")
+
+
+def measured_limits(device: str) -> Limits:
+    """Measures the best of products of bfloat16 rows, and of sums over memory."""
+    import torch
+
+    is_card = device == "cuda"
+
+    def seconds(work: Callable[[], object]) -> float:
+        def waited() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        return _fastest_s(waited if is_card else work)
+
+    products = []
+    for num_rows, num_inputs, num_outputs in ON_CARD if is_card else ON_PROCESSOR:
+        rows, matrix = (torch.randn(length, num_inputs, device=device).bfloat16() for length in (num_rows, num_outputs))
+        products.append(2 * rows.numel() * num_outputs / seconds(partial(torch.matmul, rows, matrix.T)))
+        del rows, matrix
+    # One after the other, so that none is still in a cache.
+    pieces = torch.ones(4, 2**30, dtype=torch.bfloat16, device=device) if is_card else torch.ones(16, 4 * 2**20)
+    order = cycle(pieces)
+    read = pieces[0].nbytes / seconds(lambda: next(order).sum(dtype=torch.float32))
+    return Limits(product_gflops=max(products) / 1e9, read_gb_per_s=read / 1e9)
+
+
+def _fastest_s(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    ends = [began]
+    while ends[-1] - began < LIMIT_S:
+        function()
+        ends.append(time.perf_counter())
+    return min(end - start for start, end in pairwise(ends))
+
+
+def least_read_s(spec: DecoderSpec, num_tokens: int, limits: Limits) -> float:
+    """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
+    pairs = sum(_num_pairs(num_tokens, layer.window) for layer in spec.layers if not layer.is_recurrent)
+    flops = 2 * num_tokens * _parameters_of_layers(spec, 1) + 2 * spec.vocab_size * spec.hidden_size
+    flops += 4 * spec.num_heads * spec.head_size * pairs
+    read_s = least_step_s(spec, [0] * num_tokens, limits)
+    return max(flops / (limits.product_gflops * 1e9), read_s)
+
+
+def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: Limits) -> float:
+    """Tells the least time for one token of each answer: weights, and the keys and values before it, read once.
+
+    Experts are expected to be chosen alike, as random weights choose them.
+    """
+    weights = _parameters_of_layers(spec, len(contexts)) + spec.vocab_size * spec.hidden_size
+    seen = sum(
+        min(context, layer.window or context) for context in contexts for layer in spec.layers if not layer.is_recurrent
+    )
+    num_bytes = BYTES * (weights + 2 * seen * spec.num_kv_heads * spec.head_size)
+    return num_bytes / (limits.read_gb_per_s * 1e9)
+
+
+def _num_pairs(num_tokens: int, window: int | None) -> int:
+    """Counts (query, key) pairs of causal attention."""
+    span = min(num_tokens, window or num_tokens)
+    return span * (span + 1) // 2 + (num_tokens - span) * span
+
+
+def _parameters_of_layers(spec: DecoderSpec, num_rows: int) -> float:
+    """Counts the parameters of the layers that so many rows together are multiplied with."""
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.has_tied_embeddings else 2)
+    everything = spec.num_parameters - embeddings
+    if spec.experts is None:
+        return everything
+    experts = spec.experts
+    unchosen = (1 - experts.num_active / experts.num_experts) ** num_rows
+    of_one = 3 * experts.intermediate_size * spec.hidden_size
+    num_sparse = sum(layer.has_experts for layer in spec.layers)
+    return everything - num_sparse * experts.num_experts * unchosen * of_one
