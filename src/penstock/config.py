@@ -13,10 +13,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidSetting
+from penstock.errors import InvalidSetting, brief, first_line
 
 DEFAULT_MODEL = "smollm2"
 CONFIG_FILE = "penstock.toml"
+MAX_CONFIG_BYTES = 1 << 20
 # Settings that take one of a few words, and those that are whole numbers from 1.
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
@@ -37,6 +38,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ONE += ("max_waiting", "max_waiting_tokens")
 
 MB, KIB, MIB, GIB = 1e6, 2**10, 2**20, 2**30
+MAX_BYTES = 2**60
 HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200
 
 # What becomes resident with the first chunk: the code and buffers of the matrix library.
@@ -145,7 +147,7 @@ class EngineConfig:
             raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                raise InvalidSetting(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+                raise InvalidSetting(f"{name} is {brief(value)}; it must be one of {', '.join(choices)}.")
 
 
 def load_config(
@@ -168,14 +170,18 @@ def load_config(
 
 def _from_toml(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise InvalidSetting(f"{path} has more than {MAX_CONFIG_BYTES:,} bytes, the limit. Shorten or remove it.")
+        content = tomllib.loads(text.decode())
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidSetting(f"{path} cannot be read as TOML: {error}. Mend or remove it.") from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: of TOML, of UTF-8, of numbers without end
+        raise InvalidSetting(f"{path} cannot be read as TOML: {first_line(error)}. Mend or remove it.") from error
     settings = {name.replace("-", "_"): value for name, value in content.items()}
     if unknown := sorted(set(settings) - set(PARSERS)):
-        raise InvalidSetting(f"{path} has the unknown key {unknown[0]!r}; known keys are {', '.join(PARSERS)}.")
+        raise InvalidSetting(f"{path} has the unknown key {brief(unknown[0])}; known keys are {', '.join(PARSERS)}.")
     return settings
 
 
@@ -185,12 +191,15 @@ def parse_bytes(value: str | int) -> int:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), flags=re.IGNORECASE)
     if match is None:
-        raise InvalidSetting(f"Memory is {value!r}; write a size such as 6GiB, 512MiB or a number of bytes.")
+        raise InvalidSetting(f"Memory is {brief(value)}; write a size such as 6GiB, 512MiB or a number of bytes.")
     number, prefix, binary = match.groups()
     exponent = "kmgt".index(prefix.lower()) + 1 if prefix else 0
     # '6g' is what people type for 6 GiB; '6GB' is decimal.
     is_decimal = prefix and not binary and str(value).strip().lower().endswith("b")
-    return int(float(number) * (1000 if is_decimal else 1024) ** exponent)
+    num_bytes = float(number) * (1000 if is_decimal else 1024) ** exponent
+    if num_bytes >= MAX_BYTES:
+        raise InvalidSetting(f"Memory is {brief(value)}; it must be below {MAX_BYTES // GIB:,} GiB.")
+    return int(num_bytes)
 
 
 def written_budget(num_bytes: float) -> str:
@@ -211,7 +220,7 @@ def _parse_int(name: str, value: object, allowed: str) -> int:
             raise ValueError
         return int(value)
     except ValueError:
-        raise InvalidSetting(f"{name} is {value!r}; it must be {allowed}.") from None
+        raise InvalidSetting(f"{name} is {brief(value)}; it must be {allowed}.") from None
 
 
 def _parse_bool(name: str, value: object) -> bool:
@@ -219,7 +228,7 @@ def _parse_bool(name: str, value: object) -> bool:
         return value
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if str(value).lower() not in words:
-        raise InvalidSetting(f"{name} is {value!r}; it must be true or false.")
+        raise InvalidSetting(f"{name} is {brief(value)}; it must be true or false.")
     return words[str(value).lower()]
 
 
@@ -230,14 +239,14 @@ def parse_priority(value: str | PrefillPriority) -> PrefillPriority:
         return PrefillPriority(str(value).lower().replace("_", "-"))
     except ValueError:
         names = ", ".join(priority.value for priority in PrefillPriority)
-        raise InvalidSetting(f"Priority is {value!r}; it must be one of {names}.") from None
+        raise InvalidSetting(f"Priority is {brief(value)}; it must be one of {names}.") from None
 
 
 def _parse_milliseconds(value: object) -> float:
     try:
         return float(value)  # ty: ignore[invalid-argument-type]
-    except (TypeError, ValueError):
-        raise InvalidSetting(f"The latency target is {value!r}; write a number of milliseconds.") from None
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidSetting(f"The latency target is {brief(value)}; write a number of milliseconds.") from None
 
 
 def _parse_memory(value: str | int) -> int:

@@ -1,9 +1,15 @@
 """Errors users can meet. Each says what, the value, the limit and the way out, and knows its HTTP status."""
 
 
-def first_line(error: Exception | str, most_letters: int | None = 160) -> str:
+def first_line(error: BaseException | str, most_letters: int | None = 160) -> str:
     """Returns what an error says first, without its stop, to be put into a sentence; its class if it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most_letters].rstrip(". ")
+
+
+def brief(value: object) -> str:
+    """Writes a value from a file short enough to stand in a sentence."""
+    text = repr(value[:60] if isinstance(value, (str, list, tuple)) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def counted(num_tokens: int, *, is_all: bool) -> str:

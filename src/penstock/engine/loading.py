@@ -15,7 +15,7 @@ from penstock.lanes.lane import Lane
 from penstock.lanes.loading import LoadedLane, Loader, Loading
 from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
-from penstock.models.files import ModelFiles, resolve
+from penstock.models.files import ModelFiles, reading_config, resolve
 from penstock.models.weights import WeightSource
 from penstock.plan.devices import DeviceMemory, device_warnings
 from penstock.plan.machine import (
@@ -70,9 +70,10 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
     tokenizer = Tokenizer(parts.backend)
     place = _measured(place)
     checks = None if checks is None else replace(checks, place=place)
-    memory = kind.price(place, None if checks is None else checks.verdict)
-    max_context, warnings = place.context_limit(memory.shape.max_context)
-    place.room(memory)
+    with reading_config(files.name):
+        memory = kind.price(place, None if checks is None else checks.verdict)
+        max_context, warnings = place.context_limit(memory.shape.max_context)
+        place.room(memory)
     loading = Loading(place=place, memory=memory, max_context=max_context, checks_so_far=checks, weights=weights)
     loaded = loader.load(loading)
     return _put_together(loaded, loading, parts, tokenizer, warnings)

@@ -13,7 +13,8 @@ from penstock.errors import InvalidSetting
 from penstock.lanes.lane import LaneFacts
 from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
-from penstock.models.files import resolve
+from penstock.models.files import reading_config, resolve
+from penstock.plan.chunks import last_chunks
 from penstock.plan.devices import cuda_memory, device_warnings
 from penstock.plan.machine import default_memory_budget
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
@@ -50,28 +51,37 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
     gpu = cuda_memory() if config.device in ("auto", "cuda") else None
     place = settle(resolve(model, weights=False), config, has_cuda=gpu is not None)
     kind = LANES[place.lane.id]
+    with reading_config(model):
+        runtime_bytes = gpu.runtime_bytes if gpu is not None else estimated_runtime_bytes(place)
     place = dataclasses.replace(
         place,
-        runtime_bytes=gpu.runtime_bytes if gpu is not None else estimated_runtime_bytes(place),
+        runtime_bytes=runtime_bytes,
         budget_bytes=config.memory or (gpu.default_budget if gpu is not None else default_memory_budget()),
     )
     verdict = place.kept_verdict() if kind.is_checked else None
     if kind.is_checked:
         place = dataclasses.replace(place, lane=judged(place.lane, verdict, is_strict=config.strict))
-    memory = kind.price(place, verdict)
-    max_context, warnings = place.context_limit(memory.shape.max_context)
+    with reading_config(model):
+        memory = kind.price(place, verdict)
+        max_context, warnings = place.context_limit(memory.shape.max_context)
+        place.room(memory)
+        prompt = plan_prompt(
+            memory,
+            prompt_tokens,
+            place.config,
+            place.budget_bytes,
+            max_context,
+            is_source=place.lane.reads_source,
+            is_whole=place.lane.reads_whole,
+        )
     warnings = [*device_warnings(place.device), *warnings, *place.lane_adjustments()]
-    place.room(memory)
-    prompt = plan_prompt(
-        memory,
-        prompt_tokens,
-        place.config,
-        place.budget_bytes,
-        max_context,
-        is_source=place.lane.reads_source,
-        is_whole=place.lane.reads_whole,
-    )
     prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
+
+    def peak_in_chunks(size: int) -> int:
+        ends = last_chunks(prompt_tokens, size)
+        is_source = place.lane.reads_source  # all of it is there from the first chunk on
+        return max(memory.peak_bytes(chunk=one, context=prompt_tokens if is_source else end) for one, end in ends)
+
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     return ModelPlan(
         model=model,
@@ -80,7 +90,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         quantize=place.quantize,
         max_context=max_context,
         prompt=prompt,
-        peak_by_chunk_size={size: memory.peak_bytes(chunk=size, context=prompt_tokens) for size in sizes},
+        peak_by_chunk_size={size: peak_in_chunks(size) for size in sizes},
     )
 
 

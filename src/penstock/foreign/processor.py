@@ -70,6 +70,8 @@ def open_image(source: Any, *, name: str = "the image") -> Any:
             image = source
         else:
             image = Image.open(io.BytesIO(source) if isinstance(source, (bytes, bytearray)) else Path(source))
+        if image.format == "EPS":  # to read it, Pillow starts Ghostscript on what may be a stranger's program
+            raise InvalidMedia(f"{label} is PostScript, which is a program. Convert it to PNG or JPEG.")
         width, height = image.size
         if width * height > MAX_IMAGE_PIXELS:
             raise InvalidMedia(

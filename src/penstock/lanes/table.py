@@ -15,7 +15,7 @@ from penstock.lanes.native_images_kind import NATIVE_IMAGES
 from penstock.lanes.native_text_kind import NATIVE_TEXT
 from penstock.lanes.place import Place
 from penstock.lanes.seq2seq_kind import SEQ2SEQ
-from penstock.models.files import ModelFiles
+from penstock.models.files import ModelFiles, reading_config
 from penstock.models.spec import FAMILIES
 from penstock.plan.devices import choose_dtype, require_device
 
@@ -57,7 +57,8 @@ def _asked_for(config: Mapping[str, Any], requested: str) -> LaneFacts:
 
 def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
     """Picks lane, device and dtype of a model; settings that its lane cannot honour are refused."""
-    lane = pick_lane(files.config, config.lane)
+    with reading_config(files.name):
+        lane = pick_lane(files.config, config.lane)
     device = require_device(config.device, has_cuda=has_cuda)
     if config.quantize not in ("auto", "none") and not lane.keeps_codes:
         names = ", ".join(kind.id for kind in LANES.values() if kind.facts.keeps_codes)

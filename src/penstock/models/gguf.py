@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from penstock.errors import InvalidModelFile
+from penstock.errors import InvalidModelFile, brief
 
 WINDOW_BYTES = 1 << 20
 MAX_HEADER_BYTES = 128 << 20
@@ -204,12 +204,6 @@ class _Cursor:
             return self.strings(count, what)
         dtype = np.dtype(SCALAR_FORMATS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype=dtype).tolist()
-
-
-def brief(value: object) -> str:
-    """A value from a file, short enough to stand in a sentence."""
-    text = repr(value[:60] if isinstance(value, (str, list)) else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read_gguf(path: Path | str) -> GgufFile:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from penstock.errors import InvalidModelFile, UnsupportedModel
-from penstock.models.gguf import GgufFile, GgufTensor, brief
+from penstock.errors import InvalidModelFile, UnsupportedModel, brief
+from penstock.models.gguf import GgufFile, GgufTensor
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",

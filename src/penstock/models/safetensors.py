@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
-from penstock.errors import InvalidModelFile
+from penstock.errors import InvalidModelFile, brief
 
 MAX_HEADER_BYTES = 100 << 20
 # Types that the format knows, also those that we do not compute with: their sizes have to add up.
@@ -59,7 +59,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     reached = 0
     for begin, end, name in sorted(extents):
         if begin < reached:
-            raise _bad_header(path, f"tensor {name!r} overlaps another at byte {data_start + begin}")
+            raise _bad_header(path, f"tensor {brief(name)} overlaps another at byte {data_start + begin}")
         reached = max(reached, end)
     return tensors
 
@@ -72,13 +72,13 @@ def _checked_entry(path: Path, name: str, entry: object, num_data_bytes: int) ->
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, place = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(place) or len(place) != 2:
-        raise _bad_header(path, f"tensor {name!r} lacks a dtype, shape or data_offsets")
+        raise _bad_header(path, f"tensor {brief(name)} lacks a dtype, shape or data_offsets")
     begin, end = place
     if not begin <= end <= num_data_bytes:
-        raise _bad_header(path, f"tensor {name!r} lies at {begin} to {end} of {num_data_bytes} data bytes")
+        raise _bad_header(path, f"tensor {brief(name)} lies at {begin} to {end} of {num_data_bytes} data bytes")
     item_bytes = ITEM_BYTES.get(dtype)
     if item_bytes is not None and prod(shape) * item_bytes != end - begin:
-        raise _bad_header(path, f"tensor {name!r} of {dtype} {shape} has {end - begin} bytes")
+        raise _bad_header(path, f"tensor {brief(name)} of {brief(dtype)} {brief(shape)} has {end - begin} bytes")
     return dtype, tuple(shape), begin, end
 
 

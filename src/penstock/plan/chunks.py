@@ -122,6 +122,13 @@ def create_prefill_chunks(tokens: Sequence[int], config: ChunkedPrefillConfig) -
     return chunks
 
 
+def last_chunks(num_tokens: int, chunk_size: int) -> list[tuple[int, int]]:
+    """Lists (size, end) of the last full chunk and of what is left behind it: one of them has the prompt's peak."""
+    num_left = num_tokens % chunk_size
+    chunks = (chunk_size, num_tokens - num_left), (num_left, num_tokens)
+    return [(size, end) for size, end in chunks if size and end]
+
+
 def num_chunks(num_tokens: int, config: ChunkedPrefillConfig) -> int:
     if num_tokens == 0:
         return 0

@@ -22,6 +22,7 @@ SLOW_TOKENIZER_FILES = (
     "tekken.json",
 )
 MAX_TOKEN_ID = 1 << 31
+MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES = 16 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +68,32 @@ def _optional_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(_bounded_bytes(path, MAX_SETTINGS_BYTES))
+        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidModelFile(f"{path} cannot be read as JSON ({error}); download it again.") from error
+        raise InvalidModelFile(f"{path} cannot be read as JSON ({first_line(error)}); download it again.") from error
     if not isinstance(content, dict):
         raise InvalidModelFile(f"{path} holds a {type(content).__name__}, not a JSON object; download it again.")
     return content
 
 
+def _bounded_bytes(path: Path, limit: int) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise InvalidModelFile(f"{path} has more than {limit:,} bytes, the limit; download it again.")
+    return content
+
+
 def _read_backend(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise InvalidModelFile(f"{path} is not a usable tokenizer ({error}); download it again.") from error
+        backend = Tokenizer.from_buffer(_bounded_bytes(path, MAX_TOKENIZER_BYTES))
+        backend.encode("a")  # some name a token that they do not have
+        return backend
+    except BaseException as error:  # the library raises bare Exception, and panics with what is none
+        if isinstance(error, (InvalidModelFile, KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
+        raise InvalidModelFile(f"{path} is not a usable tokenizer ({first_line(error)}); download it again.") from error
 
 
 def _add_declared_tokens(folder: Path, backend: Tokenizer, declared: object) -> None:
@@ -131,9 +145,9 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            return _bounded_bytes(path, MAX_SETTINGS_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidModelFile(f"{path} cannot be read ({error}); download it again.") from error
+            raise InvalidModelFile(f"{path} cannot be read ({first_line(error)}); download it again.") from error
     stored = settings.get("chat_template")
     if stored is None:
         stored = _optional_json(folder / "chat_template.json").get("chat_template")

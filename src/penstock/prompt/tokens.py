@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from penstock.errors import InvalidPrompt, UnsupportedModel
+from penstock.errors import InvalidModelFile, InvalidPrompt, UnsupportedModel, brief, first_line
 from penstock.prompt.cuts import Cuts, Uncuttable, describe, flat
 from penstock.prompt.detokenizer import Detokenizer, decodes_by_token
 
@@ -54,6 +54,10 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise InvalidPrompt(_not_text(text)) from error
+        except BaseException as error:  # the library raises bare Exception, and panics with what is none
+            if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+                raise
+            raise InvalidModelFile(f"The tokenizer cannot encode this text ({first_line(error)}).") from error
 
     def stream(self, pieces: Iterable[str], *, add_special_tokens: bool) -> Iterator[list[int]]:
         """Ids as the text arrives; joined, they are those of `encode` on the joined pieces."""
@@ -194,6 +198,8 @@ def _template_affixes(spec: dict[str, Any]) -> Affixes:
 
     def ids(parts: list[dict[str, Any]]) -> tuple[int, ...]:
         names = [part["SpecialToken"]["id"] for part in parts]
+        if lacking := [name for name in names if name not in spec["special_tokens"]]:
+            raise Uncuttable(f"the post-processor's template names {brief(lacking[0])}, which it does not have")
         return tuple(i for name in names for i in spec["special_tokens"][name]["ids"])
 
     return Affixes(prefix=ids(spec["single"][: bodies[0]]), suffix=ids(spec["single"][bodies[0] + 1 :]))

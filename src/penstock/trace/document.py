@@ -185,8 +185,8 @@ class Trace(_Part):
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "its top"
-            raise InvalidTrace(f"{path} is no valid trace: {where}: {first['msg']}. Write it again.") from error
+            where = ".".join(map(str, first["loc"]))[:200] or "its top"
+            raise InvalidTrace(f"{path} is no valid trace: {where}: {first['msg'][:200]}. Write it again.") from error
 
     def write(self, path: Path) -> None:
         """Writes the document whole or not at all."""
