@@ -35,9 +35,10 @@ def test_a_stream_tells_progress_then_tokens_then_the_end(load):
 
 
 def test_the_time_left_follows_from_what_the_chunks_took(load):
-    *events, end = load(chunk_size=8).stream(prompt(300), max_tokens=1, ignore_eos=True)
+    engine = load(chunk_size=8)
+    *events, end = engine.stream(prompt(300), max_tokens=1, ignore_eos=True)
     told = [event for event in events if isinstance(event, PrefillProgress)]
-    pace = Pace()
+    pace = Pace(growth=engine.model.spec.attention_growth)
     for event, chunk in zip(told, end.output.chunks, strict=True):
         pace.note(chunk.start, chunk.end, chunk.ms / 1e3)
         assert event.eta_s == pytest.approx(pace.seconds_left(chunk.end, 300, event.elapsed_s))

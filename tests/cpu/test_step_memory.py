@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, prompt
 
 from penstock.config import load_config
+from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.engine.step_memory import StepMemory
 from penstock.lanes.table import settle
 from penstock.models.files import resolve
 from penstock.models.shapes import native_shape
+from penstock.request import PrefillProgress
 
 MIB = 2**20
 
@@ -72,3 +74,11 @@ def test_a_card_keeps_what_each_expert_of_a_token_gives():
     assert shapes["cpu"].expert_bytes_per_token == 0
     assert shapes["cuda"].expert_bytes_per_token >= 2 * (2 * 40 + 2 * 64)
     assert native_shape(CONFIGS["qwen3"]().to_dict(), "bfloat16", device="cuda").expert_bytes_per_token == 0
+
+
+def test_progress_names_the_peak_of_the_whole_prompt_from_the_first_chunk_on(tiny):
+    with Engine.load(str(tiny("llama")[0]), chunk_size=64, threads=1) as engine:
+        events = list(engine.stream(prompt(900), max_tokens=1))
+    told = [event.predicted_peak_bytes for event in events if isinstance(event, PrefillProgress)]
+    assert len(told) == 15
+    assert set(told) == {events[-1].output.predicted_peak_bytes}

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from hang_bound import HANG_S, PAUSE_S, within
+from penstock_command import penstock_text
 from server_process import ServerProcess, events, serving
 from tiny_models import prompt, save_tiny_model
 
@@ -78,10 +79,15 @@ def test_progress_comes_with_every_chunk(server, folder):
 
 def test_whoever_waits_is_told_its_place(server, folder):
     with ThreadPoolExecutor() as pool:
-        running = [pool.submit(complete, server, body(folder, 900, prompt_seed=10 + i)) for i in range(3)]
-        assert server.metric_becomes("num_requests_running", 3)
-        with stream(server, body(folder, 900, prompt_seed=14, return_progress=True)) as response:
-            first = next(json.loads(part) for part in events(response))
+        for attempt in range(20):  # those that run may end before the fourth has come
+            seeds = range(10 + 4 * attempt, 13 + 4 * attempt)
+            running = [pool.submit(complete, server, body(folder, 900, prompt_seed=seed)) for seed in seeds]
+            assert server.metric_becomes("num_requests_running", 3)
+            with stream(server, body(folder, 900, prompt_seed=seeds.stop, return_progress=True)) as response:
+                first = next(json.loads(part) for part in events(response))
+            if first["prompt_progress"]["queue_position"]:
+                break
+            assert idle(server)
         assert all(future.result().status_code == 200 for future in running)
     assert first["prompt_progress"]["queue_position"] == 1
     assert first["prompt_progress"]["eta_ms"] is None
@@ -107,10 +113,15 @@ def test_leaving_cancels_and_a_retry_resumes(server, folder, is_streamed):
 
 
 def test_leaving_while_text_is_streamed_cancels(server, folder):
-    with stream(server, body(folder, 20, max_tokens=900)) as response:
+    headers = {"x-request-id": "one-that-leaves"}
+    with stream(server, body(folder, 20, max_tokens=900), headers=headers) as response:
         assert [part for part, _ in zip(events(response), range(3), strict=False)]
     assert idle(server)
     assert server.metric("kv_cache_usage_perc") == 0
+    assert server.logs("one-that-leaves")
+    logged = json.loads(next(line for line in server.log if "one-that-leaves" in line))
+    assert logged["finish"] == "cancelled"
+    assert 3 <= logged["completion_tokens"] < 900, "what was written before it left"
 
 
 def test_a_full_queue_is_answered_with_429(server, folder):
@@ -319,6 +330,17 @@ def test_ending_the_server_ends_every_stream_properly(folder, has_time, tmp_path
     outcomes = [request.outcome for request in Trace.read(path).requests]
     assert len(outcomes) == 20
     assert set(outcomes) == {"length"} if has_time else "cancelled" in outcomes
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = penstock_text("serve", folder, "--port", port)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        f"penstock: The server cannot listen on 127.0.0.1:{port}: Address already in use. Give another --port, or "
+        "another --host.\n"
+    )
 
 
 def test_a_server_without_its_model_says_so_and_exits(tmp_path):

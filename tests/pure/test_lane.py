@@ -78,7 +78,7 @@ def test_what_was_read_in_several_chunks_says_where_they_end_and_how_they_attend
     facts = pick_lane(TEXT, None)
     several, one, none = (facts.after_reading(num_chunks) for num_chunks in (3, 1, 0))
     assert (several.applied, several.boundary, several.mask_mode) == (True, "any token", "offset-causal")
-    assert (one.applied, one.reason) == (False, "the prompt was read in one chunk")
+    assert (one.applied, one.reason) == (False, "the whole prompt fits in one chunk: nothing had to be split")
     assert none.reason == "the prompt was not read"
     source = pick_lane(SOURCE, None).after_reading(2)
     assert (source.boundary, source.mask_mode) == ("any row of any layer", "bidirectional")

@@ -12,9 +12,9 @@ def seconds_of(start, end, *, slowdown, overhead=0.0):
     return overhead + (end - start) * (1 + slowdown * (start + end) / 2 / LENGTH) / 1000
 
 
-def read_until(share, *, chunk_size=1024, cached=0, pause_s=0.0, first_s=0.0, noise=None, **costs):
+def read_until(share, *, chunk_size=1024, cached=0, pause_s=0.0, first_s=0.0, noise=None, growth=0.0, **costs):
     """Finds (what was predicted when that share was read, what the rest took)."""
-    pace, elapsed, predicted, rest = Pace(), first_s, None, 0.0
+    pace, elapsed, predicted, rest = Pace(growth=growth), first_s, None, 0.0
     for number, start in enumerate(range(cached, LENGTH, chunk_size)):
         end = min(start + chunk_size, LENGTH)
         seconds = seconds_of(start, end, **costs) * (1 if noise is None else noise[number % len(noise)])
@@ -49,6 +49,27 @@ def test_the_rest_is_predicted_where_cost_grows_with_context(share, slowdown, ch
 def test_a_slow_first_chunk_and_noise_do_not_mislead(share, slowdown, noise):
     predicted, rest = read_until(share, slowdown=slowdown, first_s=0.3, noise=noise)
     assert predicted == pytest.approx(rest, rel=0.35)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7])
+@given(slowdown=st.floats(2, 10), noise=st.lists(st.floats(0.9, 1.1), min_size=7, max_size=7))
+def test_a_known_shape_keeps_noise_from_misleading_early(share, slowdown, noise):
+    predicted, rest = read_until(share, slowdown=slowdown, noise=noise, growth=slowdown / LENGTH)
+    assert predicted == pytest.approx(rest, rel=0.25)
+
+
+@given(slowdown=st.floats(1, 10), wrong=st.floats(0.5, 2))
+def test_what_was_measured_outweighs_the_shape_in_the_end(slowdown, wrong):
+    predicted, rest = read_until(0.7, slowdown=slowdown, growth=wrong * slowdown / LENGTH)
+    assert predicted == pytest.approx(rest, rel=0.1)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 7.0])
+def test_one_chunk_is_enough_where_the_shape_is_known(slowdown):
+    pace, first, rest = Pace(growth=slowdown / LENGTH), (0, 1024), (1024, LENGTH)
+    pace.note(*first, seconds_of(*first, slowdown=slowdown))
+    left = pace.seconds_left(1024, LENGTH, seconds_of(*first, slowdown=slowdown))
+    assert left == pytest.approx(seconds_of(*rest, slowdown=slowdown), rel=0.01)
 
 
 def test_the_average_speed_is_three_times_too_low_there():

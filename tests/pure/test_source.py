@@ -46,10 +46,21 @@ def test_a_pipe_is_a_file_that_can_be_read_once(tmp_path):
 
 
 def test_what_is_no_file_is_refused_with_its_name(tmp_path):
-    with pytest.raises(InvalidPrompt, match=r"absent cannot be read: No such file"):
+    with pytest.raises(InvalidPrompt, match=r"absent cannot be read: No such file or directory\. Give the path of"):
         TextPart.of_file(tmp_path / "absent")
-    with pytest.raises(InvalidPrompt, match=r"cannot be read|is not a file"):
+    with pytest.raises(InvalidPrompt, match=r"(cannot be read: Is a directory|is not a file)\. Give the path of"):
         TextPart.of_file(tmp_path)
+
+
+def test_a_binary_file_is_not_told_to_be_converted_and_a_text_of_two_bytes_a_letter_is(tmp_path):
+    (program := tmp_path / "program").write_bytes(b"\x7fELF\x02\x01\x01\x00\xf0\x3e")
+    (wide := tmp_path / "wide.txt").write_bytes("a penstock".encode("utf-16"))
+    with pytest.raises(
+        InvalidPrompt, match=r"is not text: it holds byte 0xf0 at offset 8 and zeros\. Give a text file"
+    ):
+        list(TextPart.of_file(program).pieces())
+    with pytest.raises(InvalidPrompt, match=r"byte 0xff at offset 0\. Convert it, for example with iconv"):
+        list(TextPart.of_file(wide).pieces())
 
 
 def test_bytes_that_are_no_text_are_named_with_their_place(tmp_path):

@@ -1,7 +1,11 @@
-import pytest
-from rich.table import Table
+import io
 
-from penstock.cli.terminal import report_console
+import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.terminal import ShownAnswer, progress_console, report_console
 
 
 @pytest.mark.parametrize("columns", [None, "", "80"])
@@ -15,3 +19,30 @@ def test_a_pipe_gets_every_digit_of_a_wide_table(columns, monkeypatch, capsys):
     report_console().print(table)
     printed = capsys.readouterr().out
     assert [number for number in numbers if number not in printed] == []
+
+
+TOLD = ["12,288/22,124 tokens", "0:31 left", "442 MB of 463", "812 tok/s"]
+
+
+@pytest.mark.parametrize(("columns", "num_told"), [(100, 4), (80, 4), (60, 2), (40, 1)])
+def test_the_bar_is_there_however_narrow_the_terminal_is(columns, num_told):
+    shown = io.StringIO()
+    with ShownAnswer(Console(file=shown, force_terminal=True, width=columns), shows_text=False) as answer:
+        answer.read(12_288, 22_124, TOLD)
+    printed = Text.from_ansi(shown.getvalue()).plain
+    assert printed.count("━") >= 10
+    assert [one in printed for one in TOLD] == [index < num_told for index in range(4)]
+
+
+def test_a_bar_moves_before_anything_is_known():
+    shown = io.StringIO()
+    with ShownAnswer(Console(file=shown, force_terminal=True, width=60), shows_text=False) as answer:
+        answer.read(0, None, ["the first chunk"])
+        assert "the first chunk" in shown.getvalue()
+
+
+def test_a_remark_in_a_pipe_is_not_cut_where_a_terminal_would_end(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    sentence = "read 2,247 tokens in 3 chunks, 1.4 s, 1,562 tok/s; wrote 5, 163.2 tok/s; peak 455 MB (predicted 471)"
+    progress_console().print(sentence)
+    assert capsys.readouterr().err == sentence + "\n"

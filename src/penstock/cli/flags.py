@@ -33,7 +33,7 @@ def _require_trace(path: Path | None) -> Path | None:
 
 def _require_images(names: list[str] | None) -> list[str] | None:
     if missing := next((name for name in names or () if not Path(name).is_file()), None):
-        raise InvalidMedia(f"The image {missing} does not exist.")
+        raise InvalidMedia(f"The image {missing} does not exist. Check the path.")
     return names
 
 

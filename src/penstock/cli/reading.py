@@ -15,6 +15,8 @@ from penstock.engine.loading import load_model
 from penstock.plan.memory import over_budget
 from penstock.request import Finished, Output, PrefillProgress, Token
 
+FIRST_CHUNK = ("the first chunk",)  # of which nothing is known before it ends
+
 
 @contextmanager
 def loaded(model: str, config: EngineConfig, console: Console, trace: Path | None) -> Generator[Engine]:
@@ -32,6 +34,8 @@ def follow(engine: Engine, request_id: int, console: Console, *, shows_text: boo
     """Shows the request until it ends or is interrupted; its output either way."""
     output: Output | None = None
     with ShownAnswer(console, shows_text=shows_text) as shown:
+        if console.is_terminal:
+            shown.read(0, None, FIRST_CHUNK)
         for event in engine.events(request_id):
             if isinstance(event, PrefillProgress):
                 shown.read(event.num_computed, event.num_total_estimate, _told(event))
@@ -45,13 +49,14 @@ def follow(engine: Engine, request_id: int, console: Console, *, shows_text: boo
     return output
 
 
-def _told(event: PrefillProgress) -> str:
+def _told(event: PrefillProgress) -> list[str]:
     about = "" if event.num_total is not None else "~"
-    return (
-        f"{event.num_computed:,}/{about}{event.num_total_estimate:,} tokens "
-        f"{event.tokens_per_s:,.0f} tok/s, {duration(event.eta_s)} left "
-        f"{event.memory_bytes / MB:,.0f} MB of {event.predicted_peak_bytes / MB:,.0f}"
-    )
+    return [
+        f"{event.num_computed:,}/{about}{event.num_total_estimate:,} tokens",
+        f"{duration(event.eta_s)} left",
+        f"{event.memory_bytes / MB:,.0f} MB of {event.predicted_peak_bytes / MB:,.0f}",
+        f"{event.tokens_per_s:,.0f} tok/s",
+    ]
 
 
 def tell_adjusted(console: Console, adjustments: Iterable[str]) -> None:

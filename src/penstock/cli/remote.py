@@ -79,11 +79,11 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"The server answered {error.code} {error.reason}."
 
 
-def _told(progress: dict[str, Any]) -> str:
+def _told(progress: dict[str, Any]) -> list[str]:
     waits = f"waiting, place {progress['queue_position']}"
-    left = "" if progress["eta_ms"] is None else f"{duration(progress['eta_ms'] / 1e3)} left"
+    left = [] if progress["eta_ms"] is None else [f"{duration(progress['eta_ms'] / 1e3)} left"]
     done = f"{progress['processed']:,}/{progress['total']:,} tokens"
-    return f"{done} {waits if progress['queue_position'] else left}"
+    return [done, waits] if progress["queue_position"] else [done, *left]
 
 
 def _summary(usage: dict[str, Any] | None) -> str:

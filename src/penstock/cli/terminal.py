@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
 PIPE_COLUMNS = 200
+BAR_COLUMNS = 20  # left to the word before the bar and to the bar itself
 
 
 class ShownAnswer:
@@ -29,6 +30,7 @@ class ShownAnswer:
 
         columns = TextColumn("reading"), BarColumn(bar_width=None), TextColumn("{task.description}")
         self._bar = Progress(*columns, console=console, expand=True, transient=True)
+        self._most_letters = console.width - BAR_COLUMNS
         self._task: TaskID | None = None
         self._shows_text = shows_text
         self.is_interrupted = False
@@ -44,12 +46,18 @@ class ShownAnswer:
         if self._shows_text and kind is None:
             print(flush=True)
 
-    def read(self, num_tokens: int, num_total: int, told: str) -> None:
-        """Shows how much was read, by the bar and in words."""
+    def read(self, num_tokens: int, num_total: int | None, told: Sequence[str]) -> None:
+        """Shows how much was read, by the bar and in words, the first ones first where there is little room.
+
+        `num_total`: None where nothing can be said yet but that it is being done.
+        """
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("", total=None)
-        self._bar.update(self._task, total=num_total, completed=num_tokens, description=told, refresh=True)
+        words = told[0]
+        for more in told[1:]:
+            words += f", {more}" if len(words) + len(more) + 2 <= self._most_letters else ""
+        self._bar.update(self._task, total=num_total, completed=num_tokens, description=words, refresh=True)
 
     def write(self, text: str) -> None:
         self._close_bar()
@@ -72,7 +80,7 @@ def progress_console() -> Console:
     """Makes the console of progress and remarks, on stderr."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_COLUMNS)
 
 
 def report_console(*, stderr: bool = False) -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,12 +42,13 @@ class Active:
     detokenizer: Detokenizer
     stop: StopText
     held: HeldMemory
+    final_peak: Callable[[int, int], int]  # of a prompt, by the size of its chunks and its tokens
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     chunks: list[ChunkRecord] = field(default_factory=list)
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace
     num_cached: int = 0
     num_computed: int = 0
     started_at: float | None = None
@@ -115,8 +117,14 @@ class Active:
             tokens_per_s=speed,
             eta_s=self._seconds_left(num_computed, estimate, elapsed),
             memory_bytes=self.held.num_bytes,
-            predicted_peak_bytes=self.predicted_bytes,
+            predicted_peak_bytes=self._final_peak(estimate),
         )
+
+    def _final_peak(self, num_tokens: int) -> int:
+        """Predicts the peak that the whole prompt will have; of a source that is the first step's already."""
+        first = self.chunks[0]
+        planned = 0 if self.request.source else self.final_peak(first.end - first.start, num_tokens)
+        return max(self.predicted_bytes, planned)
 
     def _seconds_left(self, num_done: int, num_total: int, elapsed_s: float) -> float:
         if self.request.source is None:

@@ -32,7 +32,9 @@ from penstock.engine.step_memory import StepMemory
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import LaneFacts
+from penstock.models.spec import DecoderSpec
 from penstock.plan.machine import return_freed_memory
+from penstock.plan.pace import Pace
 from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
 from penstock.request import (
@@ -112,6 +114,7 @@ class Engine:
         runs_ahead = model.device.type == "cuda" and not lane.reads_more_than_tokens
         self.most_in_flight = 2 if runs_ahead else 1
         self._flights: deque[_Flight] = deque()
+        self._growth = model.spec.attention_growth if isinstance(model.spec, DecoderSpec) else 0.0
         self._active: dict[int, Active] = {}
         self._feeding = Feeding(model.lane, self.scheduler, self._intake, self._active, self.fail)
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows
@@ -295,6 +298,8 @@ class Engine:
             detokenizer=self.tokenizer.detokenizer(),
             stop=StopText(params.stop),
             held=self.held,
+            final_peak=self.memory.final_peak,
+            pace=Pace(growth=self._growth),
             prompt=arrival.prompt,
         )
         self._feeding.begin(request.id)

@@ -6,6 +6,7 @@ from penstock.cache.states import StatePool
 from penstock.config import EngineConfig, written_budget
 from penstock.engine.loading import LoadedModel
 from penstock.errors import InvalidSetting
+from penstock.plan.chunks import last_chunks
 
 MARGIN = 1.02  # what a process holds before the weights differs by that much from run to run
 ANSWER_TOKENS = 256  # that a budget is to hold beside the prompt
@@ -49,6 +50,11 @@ class StepMemory:
             resident_tokens=self._resident_tokens(resident_tokens),
             state_slots=self._resident_states,
         )
+
+    def final_peak(self, chunk: int, num_tokens: int) -> int:
+        """Predicts the peak of a whole prompt in such chunks; they shrink before they pass the budget."""
+        peaks = [self.peak_estimate(size, end, end) for size, end in last_chunks(num_tokens, chunk)]
+        return min(self.budget_bytes, max(peaks))
 
     def _largest_chunk(self, start: int, resident_tokens: int, wanted: int) -> int:
         return self._memory.largest_chunk(

@@ -12,6 +12,8 @@ from typing import BinaryIO
 from penstock.errors import InvalidPrompt
 
 PIECE_BYTES = 16 * 1024
+WAY_OUT = "Give the path of a text file, or - for standard input."
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # text with zeros in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +36,9 @@ class TextPart:
             with path.open("rb"):
                 pass
         except OSError as error:
-            raise InvalidPrompt(f"{path} cannot be read: {error.strerror}.") from None
+            raise InvalidPrompt(f"{path} cannot be read: {error.strerror}. {WAY_OUT}") from None
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
-            raise InvalidPrompt(f"{path} is not a file. Give a text file, or - for standard input.")
+            raise InvalidPrompt(f"{path} is not a file. {WAY_OUT}")
         return cls(path=path, name=str(path))
 
     @property
@@ -69,10 +71,13 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             position = offset - num_pending + error.start
-            raise InvalidPrompt(
-                f"{name} is not valid UTF-8: byte 0x{error.object[error.start]:02x} at offset {position}. "
-                "Convert it, for example with iconv."
-            ) from None
+            is_binary = 0 in data and not (offset == 0 and data.startswith(UTF16))
+            where = f"byte 0x{error.object[error.start]:02x} at offset {position}"
+            if is_binary:
+                message = f"{name} is not text: it holds {where} and zeros. Give a text file, or the text made from it."
+            else:
+                message = f"{name} is not valid UTF-8: {where}. Convert it, for example with iconv."
+            raise InvalidPrompt(message) from None
         if text:
             yield text
         if not data:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -48,9 +49,24 @@ class _Server(uvicorn.Server):
 
 def serve(settings: ServerSettings, config: EngineConfig) -> int:
     """Runs until a signal ends it. Raises what went wrong while the model was loaded."""
+    _refuse_taken(settings)
     write_json_lines()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return asyncio.run(_serve(settings, config))
+
+
+def _refuse_taken(settings: ServerSettings) -> None:
+    """Refuses an address that cannot be listened on before anything is started and logged."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        socket.create_server(found[0][4][:2], family=found[0][0]).close()
+    except OSError as error:
+        raise _cannot_listen(settings, f": {str(error.strerror).partition(' (')[0]}") from None
+
+
+def _cannot_listen(settings: ServerSettings, why: str = "") -> InvalidSetting:
+    where = f"{settings.host}:{settings.port}"
+    return InvalidSetting(f"The server cannot listen on {where}{why}. Give another --port, or another --host.")
 
 
 async def _serve(settings: ServerSettings, config: EngineConfig) -> int:
@@ -95,6 +111,4 @@ async def _listen(server: _Server, settings: ServerSettings) -> None:
     try:
         await server.serve()
     except SystemExit:
-        raise InvalidSetting(
-            f"The server cannot listen on {settings.host}:{settings.port}. Is the port taken? Give --port."
-        ) from None
+        raise _cannot_listen(settings) from None

@@ -167,7 +167,9 @@ class Run:
         self.facts |= {
             "prompt_tokens": self._num_prompt_tokens,
             "cached_tokens": outputs[0].num_cached_tokens if outputs else None,
-            "completion_tokens": sum(len(output.token_ids) for output in outputs),
+            "completion_tokens": sum(
+                len(choice.output.token_ids) if choice.output else choice.num_written for choice in self.choices
+            ),
             "finish": outputs[0].finish_reason if outputs else "cancelled",
         }
 
