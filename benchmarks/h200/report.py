@@ -109,9 +109,9 @@ def _lines(last: dict[str, Any]) -> Iterator[str]:
 
 
 def _limit(least_s: float | None, *seconds: float) -> str:
-    """Writes the limit as it was measured beside the rows; where an engine was faster, the limit is wrong."""
+    """Writes the limit that was measured beside the rows, if it was; where an engine was faster, the limit is wrong."""
     if least_s is None:
-        return "not measured"
+        return ""
     return f"{least_s * 1e3:.4g} ms" + ("" if min(seconds) >= least_s else " is wrong: an engine was faster")
 
 

@@ -1,7 +1,7 @@
 """How `penstock bench cpu` looks, and what its limits say."""
 
 from penstock.bench.cpu import CpuBench, CpuReport, Job, MemoryRow, Row, fastest_ways, judged
-from penstock.bench.limits import Limits
+from penstock.bench.limits import DeviceLimits
 from penstock.cli.cpu import show_cpu
 
 
@@ -13,7 +13,7 @@ def test_the_table_shows_ratios_to_the_best_of_the_others(capsys):
         for who, speed in speeds.items()
     ]
     memory = [MemoryRow(who="penstock packed", num_tokens=64, base_bytes=300_000_000, peak_bytes=450_000_000)]
-    limits = Limits(product_gflops=400, read_gb_per_s=40)
+    limits = DeviceLimits(product_gflops=400, read_gb_per_s=40)
     when = {"started_at": "2026-01-01T00:00:00+00:00", "processor": "p", "versions": {"penstock": "0"}}
     work = {"model": "m", "threads": 2, "repeats": 3, "limits": limits, "text_sha256": ""}
     show_cpu(CpuReport(**when, **work, rows=rows, memory=memory, quality=[]))
@@ -50,9 +50,12 @@ def test_works_take_turns_and_their_medians_count():
 
 def test_limits_are_measured_before_and_after_the_rows_and_the_larger_ones_hold(tiny):
     happened: list[str] = []
-    found = [Limits(product_gflops=1.0, read_gb_per_s=50.0), Limits(product_gflops=400.0, read_gb_per_s=1.0)]
+    found = [
+        DeviceLimits(product_gflops=1.0, read_gb_per_s=50.0),
+        DeviceLimits(product_gflops=400.0, read_gb_per_s=1.0),
+    ]
 
-    def measure_limits(threads: int) -> Limits:
+    def measure_limits(threads: int) -> DeviceLimits:
         happened.append(f"limits {threads}")
         return found[happened.count(f"limits {threads}") - 1]
 
@@ -63,7 +66,7 @@ def test_limits_are_measured_before_and_after_the_rows_and_the_larger_ones_hold(
     model = str(tiny("llama")[0])
     report = CpuBench(model, say=say, measure_limits=measure_limits, **chosen).run(("reading", "writing"))
     assert happened == ["limits 1", "reading", "reading", "writing", "writing", "limits 1"]
-    assert report.limits == Limits(product_gflops=400.0, read_gb_per_s=50.0)
+    assert report.limits == DeviceLimits(product_gflops=400.0, read_gb_per_s=50.0)
     shares = [row.share_of_limit for row in report.rows]
     assert len(shares) == 2
     assert all(0 < share < 1 for share in shares)
@@ -72,7 +75,10 @@ def test_limits_are_measured_before_and_after_the_rows_and_the_larger_ones_hold(
 
 def test_a_row_beyond_its_limit_is_reported_as_a_fault_of_the_limit(tiny, capsys):
     row = Row(part="reading", what="16 tokens", who="penstock bfloat16", tokens_per_s=1e6, samples=[1e6])
-    low, high = Limits(product_gflops=1e-3, read_gb_per_s=1.0), Limits(product_gflops=1e6, read_gb_per_s=1.0)
+    low, high = (
+        DeviceLimits(product_gflops=1e-3, read_gb_per_s=1.0),
+        DeviceLimits(product_gflops=1e6, read_gb_per_s=1.0),
+    )
     when = {"started_at": "2026-01-01T00:00:00+00:00", "processor": "p", "versions": {"penstock": "0"}}
     work = {"model": str(tiny("llama")[0]), "threads": 1, "repeats": 1, "limits": low, "text_sha256": ""}
     report = CpuReport(**when, **work, rows=[row], memory=[], quality=[])

@@ -12,7 +12,7 @@ from programs import program
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.bench.gpu import GpuBench, against_limits
-from penstock.bench.limits import Limits, _num_pairs, least_read_s, least_step_s
+from penstock.bench.limits import DeviceLimits, _num_pairs, least_read_s, least_step_s
 from penstock.bench.random_model import random_engine, random_transformers_model, save_model
 from penstock.bench.work import SHAPES, Mixed, Work
 from penstock.cli.bench import SHAPE_NAMES
@@ -157,7 +157,7 @@ def test_a_time_below_its_limit_is_told_as_a_wrong_limit():
 
 def test_rows_are_held_against_the_limits():
     told: dict[str, str] = {}
-    spec, limits = decoder_spec(SHAPE), Limits(product_gflops=1.0, read_gb_per_s=1.0)
+    spec, limits = decoder_spec(SHAPE), DeviceLimits(product_gflops=1.0, read_gb_per_s=1.0)
     fast, slow = least_read_s(spec, 200, limits) / 2, 4 * least_step_s(spec, [32] * 4, limits)
     found = against_limits(
         spec, SMALL, limits, {"prefill_200": fast, "tpot_4_32": slow, "offline": {}}, told.__setitem__
@@ -170,7 +170,7 @@ def test_rows_are_held_against_the_limits():
 def test_a_step_reads_every_weight_but_the_embeddings_and_all_keys_and_values():
     model = random_transformers_model(SHAPE, "cpu")
     weights = sum(parameter.numel() for parameter in model.parameters()) - SHAPE["vocab_size"] * SHAPE["hidden_size"]
-    spec, limits = decoder_spec(SHAPE), Limits(product_gflops=1.0, read_gb_per_s=1e-9)
+    spec, limits = decoder_spec(SHAPE), DeviceLimits(product_gflops=1.0, read_gb_per_s=1e-9)
     assert least_step_s(spec, [0], limits) == 2 * weights
     cached = 2 * 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     assert least_step_s(spec, [10, 30], limits) == 2 * weights + 40 * cached
@@ -178,7 +178,7 @@ def test_a_step_reads_every_weight_but_the_embeddings_and_all_keys_and_values():
 
 def test_a_prompt_needs_the_products_that_torch_counts():
     """Torch counts every pair of attention, and a row of the head for each token."""
-    length, limits = 40, Limits(product_gflops=1e-9, read_gb_per_s=1e30)
+    length, limits = 40, DeviceLimits(product_gflops=1e-9, read_gb_per_s=1e30)
     model = random_transformers_model(SHAPE, "cpu")
     model.set_attn_implementation("eager")
     with torch.inference_mode(), FlopCounterMode(display=False) as counted:
@@ -193,7 +193,7 @@ def test_a_prompt_needs_the_products_that_torch_counts():
 
 def test_few_rows_choose_few_experts_and_windows_hide_keys():
     shape = SHAPES["qwen3-30b-a3b"]
-    spec, limits = decoder_spec(shape), Limits(product_gflops=1.0, read_gb_per_s=1e-9)
+    spec, limits = decoder_spec(shape), DeviceLimits(product_gflops=1.0, read_gb_per_s=1e-9)
     one, many = (least_step_s(spec, [0] * size, limits) / 2 for size in (1, 5000))
     of_one = 3 * shape["moe_intermediate_size"] * shape["hidden_size"] * shape["num_hidden_layers"]
     assert many - one == pytest.approx((shape["num_experts"] - shape["num_experts_per_tok"]) * of_one)

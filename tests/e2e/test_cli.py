@@ -355,7 +355,9 @@ def test_a_refused_file_is_counted_and_the_budget_that_is_named_reads_it(documen
     too_little = from_scratch("run", "-f", document, "--memory", "200MB").stderr.decode()
     least = float(re.search(r"needs at least ([\d.]+) GiB", too_little)[1])
     refused = from_scratch("run", "-f", document, "--memory", f"{least + 0.01:.2f}GiB").stderr.decode()
-    told = re.search(r"has (\d+) tokens; the memory budget holds .* of (\d+)\. .*raise --memory to (\d+MB)\.", refused)
+    told = re.search(
+        r"has (\d+) tokens; the memory budget holds .* of (\d+)\. .*raise --memory to ([\d.]+[MG]B)\.", refused
+    )
     assert told, refused
     read = from_scratch("run", "-f", document, "--memory", told[3], "--max-tokens", 2, "--json")
     assert read.returncode == 0, read.stderr

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from penstock.bench.limits import Limits, limits_of_processor
+from penstock.bench.limits import DeviceLimits, limits_of_processor
 from penstock.bench.peers import AS_STORED, Reader, ReaderSettings
 from penstock.bench.probes import Measuring
 from penstock.bench.work import SHAPES
@@ -77,7 +77,7 @@ class CpuReport(Document):
     model: str
     threads: int
     repeats: int  # OWN_ROUNDS times as many where we are compared with ourselves
-    limits: Limits  # the larger of those measured before and after the rows
+    limits: DeviceLimits  # the larger of those measured before and after the rows
     limit_faults: tuple[str, ...] = ()  # rows beyond a limit: then the limit is wrong, and the row's share with it
     rows: list[Row]
     memory: list[MemoryRow]
@@ -85,7 +85,7 @@ class CpuReport(Document):
     text_sha256: str  # of what the quality is measured on
 
 
-def judged(report: CpuReport, limits: Limits) -> CpuReport:
+def judged(report: CpuReport, limits: DeviceLimits) -> CpuReport:
     """Says of our own rows how much of the limit they reach, and which of them show that the limit is wrong."""
     rows = [_with_share(report.model, row, limits) for row in report.rows]
     faults = tuple(
@@ -96,7 +96,7 @@ def judged(report: CpuReport, limits: Limits) -> CpuReport:
     return report.model_copy(update={"limits": limits, "rows": rows, "limit_faults": faults})
 
 
-def _with_share(model: str, row: Row, limits: Limits) -> Row:
+def _with_share(model: str, row: Row, limits: DeviceLimits) -> Row:
     """Adds to our rows their share of the limit: of products when reading, of the weights' bytes when writing."""
     if row.who not in OURS or row.part not in ("reading", "writing"):
         return row
@@ -149,7 +149,7 @@ class CpuBench(Workbench):
         threads: int | None = None,
         llama_python: str | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-        measure_limits: Callable[[int], Limits] = lambda threads: _in_fresh_process(limits_of_processor, threads),
+        measure_limits: Callable[[int], DeviceLimits] = lambda threads: _in_fresh_process(limits_of_processor, threads),
     ) -> None:
         self.threads = threads or num_physical_cores()
         settings = BenchSettings(model=model, peers=peers, threads=self.threads, device="cpu")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from penstock.bench.limits import Limits, least_read_s, least_step_s, measured_limits
+from penstock.bench.limits import DeviceLimits, least_read_s, least_step_s, measured_limits
 from penstock.bench.random_model import random_engine
 from penstock.bench.work import CONTEXT, MAX_RUNNING, SHAPES, Mixed, Report, Work, WorkRun
 from penstock.bench.workbench import EngineSubject
@@ -109,7 +109,7 @@ class GpuBench(WorkRun):
 
 
 def against_limits(
-    spec: DecoderSpec, work: Work, limits: Limits, found: Mapping[str, Any], report: Report
+    spec: DecoderSpec, work: Work, limits: DeviceLimits, found: Mapping[str, Any], report: Report
 ) -> dict[str, Any]:
     """Says what each row that was measured would take at the limits; one that took less shows a limit to be wrong."""
     least_s = {f"prefill_{length}": least_read_s(spec, length, limits) for length in work.prompt_lengths}

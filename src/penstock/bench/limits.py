@@ -1,4 +1,4 @@
-"""Limits: what a device multiplies and reads at most, as measured, and the least time that work needs by them."""
+"""`DeviceLimits`: what a device multiplies and reads at most, as measured; the least time that work needs by them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ON_PROCESSOR = ((256, 1024, 2048), (1024, 1024, 4096))
 ON_CARD = ((8192, 8192, 8192), (8192, 4096, 24576), (16384, 4096, 4096))
 
 
-class Limits(Document):
+class DeviceLimits(Document):
     product_gflops: float
     read_gb_per_s: float
 
-    def larger(self, other: Limits) -> Limits:
+    def larger(self, other: DeviceLimits) -> DeviceLimits:
         """Whatever disturbs the measurement of a limit lowers it."""
         ours, theirs = self.model_dump(), other.model_dump()
-        return Limits(**{name: max(value, theirs[name]) for name, value in ours.items()})
+        return DeviceLimits(**{name: max(value, theirs[name]) for name, value in ours.items()})
 
 
-def limits_of_processor(threads: int) -> Limits:
+def limits_of_processor(threads: int) -> DeviceLimits:
     import penstock.engine  # noqa: F401 - says how threads wait, before torch
 
     # isort: split
@@ -37,7 +37,7 @@ def limits_of_processor(threads: int) -> Limits:
     return measured_limits("cpu")
 
 
-def measured_limits(device: str) -> Limits:
+def measured_limits(device: str) -> DeviceLimits:
     """Measures the best of products of bfloat16 rows, and of sums over memory."""
     import torch
 
@@ -59,7 +59,7 @@ def measured_limits(device: str) -> Limits:
     pieces = torch.ones(4, 2**30, dtype=torch.bfloat16, device=device) if is_card else torch.ones(16, 4 * 2**20)
     order = cycle(pieces)
     read = pieces[0].nbytes / seconds(lambda: next(order).sum(dtype=torch.float32))
-    return Limits(product_gflops=max(products) / 1e9, read_gb_per_s=read / 1e9)
+    return DeviceLimits(product_gflops=max(products) / 1e9, read_gb_per_s=read / 1e9)
 
 
 def _fastest_s(function: Callable[[], object]) -> float:
@@ -71,7 +71,7 @@ def _fastest_s(function: Callable[[], object]) -> float:
     return min(end - start for start, end in pairwise(ends))
 
 
-def least_read_s(spec: DecoderSpec, num_tokens: int, limits: Limits) -> float:
+def least_read_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
     """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
     pairs = sum(_num_pairs(num_tokens, layer.window) for layer in spec.layers if not layer.is_recurrent)
     flops = 2 * num_tokens * _parameters_of_layers(spec, 1) + 2 * spec.vocab_size * spec.hidden_size
@@ -80,7 +80,7 @@ def least_read_s(spec: DecoderSpec, num_tokens: int, limits: Limits) -> float:
     return max(flops / (limits.product_gflops * 1e9), read_s)
 
 
-def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: Limits) -> float:
+def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: DeviceLimits) -> float:
     """Tells the least time for one token of each answer: weights, and the keys and values before it, read once.
 
     Experts are expected to be chosen alike, as random weights choose them.
