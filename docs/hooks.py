@@ -25,8 +25,8 @@ from penstock.cli.main import app
 from penstock.cli.report import PlanReport, RunReport
 from penstock.config import CONFIG_FILE, EngineConfig
 from penstock.lanes.lane import LaneFacts
+from penstock.models.families import FAMILIES
 from penstock.models.gguf_translation import ARCHITECTURES
-from penstock.models.spec import FAMILIES
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.trace.document import Trace
 from penstock.trace.percentile import percentile

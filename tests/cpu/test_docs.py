@@ -23,8 +23,8 @@ import penstock
 from penstock.bench.cpu import CpuReport
 from penstock.cli.main import app
 from penstock.config import DEFAULT_MODEL, load_config
+from penstock.models.families import FAMILIES
 from penstock.models.files import resolve
-from penstock.models.spec import FAMILIES
 from penstock.prompt.load import tokenizer_from_gguf
 from penstock.server.app import ROUTERS
 

@@ -20,6 +20,7 @@ MODULES = sorted(
 # Modules that can be told apart in the code and not in what they do.
 TOGETHER = {
     "cache/prefix.py": "test_blocks.py",
+    "models/families.py": "test_spec.py",
     "models/gguf.py": "test_files.py",
     "models/gguf_translation.py": "test_files.py",
     "models/layer_specs.py": "test_spec.py",

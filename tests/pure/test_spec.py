@@ -3,8 +3,9 @@
 import pytest
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.models.families import FAMILIES
 from penstock.models.layer_specs import state_bytes
-from penstock.models.spec import FAMILIES, decoder_spec
+from penstock.models.spec import decoder_spec
 
 SIZES = {
     "vocab_size": 100,

@@ -9,10 +9,10 @@ from typing import Any
 from penstock.lanes import generic_images_kind, native_text_kind
 from penstock.lanes.lane import Claim, LaneFacts, LaneKind
 from penstock.lanes.place import Place
+from penstock.models.families import FAMILIES
 from penstock.models.generic_spec import num_stored_parameters
 from penstock.models.media_spec import NATIVE_MEDIA, media_text_config, num_deepstack_layers, text_part
 from penstock.models.shapes import native_shape
-from penstock.models.spec import FAMILIES
 from penstock.plan.memory import MemoryModel
 from penstock.proof.verdict import Verdict
 

@@ -15,8 +15,8 @@ from penstock.lanes.native_images_kind import NATIVE_IMAGES
 from penstock.lanes.native_text_kind import NATIVE_TEXT
 from penstock.lanes.place import Place
 from penstock.lanes.seq2seq_kind import SEQ2SEQ
+from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles, reading_config
-from penstock.models.spec import FAMILIES
 from penstock.plan.devices import choose_dtype, require_device
 
 LANES: dict[str, LaneKind] = {

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
-from penstock.models.layer_specs import DeltaSpec, ExpertNames, ExpertsSpec, MambaSpec, RecurrentSpec
+from penstock.models.families import EXPERT_NAMES, FAMILIES, Family
+from penstock.models.layer_specs import DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
 ROTARY_SECTIONS = {"qwen2_5_vl_text": (16, 24, 24), "qwen3_vl_text": (24, 20, 20)}  # where a config names none
@@ -141,96 +142,6 @@ class DecoderSpec:
         return any(rotary.original_context for rotary in self.rotaries.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """How one model_type differs from the plain llama decoder."""
-
-    theta: float = 10_000.0
-    tied_by_default: bool = False
-    sliding: Literal["none", "all", "by-layer-type"] = "none"
-    biases: tuple[Literal["attention", "mlp"], ...] = ("attention",)  # which its class asks the config for
-    traits: Mapping[str, Any] = field(default_factory=dict)
-    experts: str | None = None  # key into EXPERT_NAMES
-    normalizes_chosen: bool = True  # what a config without norm_topk_prob means
-    recurrent: Literal["delta", "mamba"] | None = None
-    full_every: tuple[str | int, ...] = ()  # layers: config keys that say it, then what holds without them
-
-
-EXPERT_NAMES: Mapping[str, ExpertNames] = {
-    "qwen": ExpertNames(),
-    "mixtral": ExpertNames(
-        router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
-    ),
-    "gpt-oss": ExpertNames(router="mlp.router", layout="inputs first", gate="gate_up_proj"),
-    "granite": ExpertNames(
-        router="block_sparse_moe.router.layer",
-        experts="block_sparse_moe",
-        layout="outputs first",
-        gate="input_linear.weight",
-        down="output_linear.weight",
-        shared="shared_mlp",
-    ),
-}
-_QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
-_QWEN_INTERVAL = ("full_attention_interval", 4)
-_BAMBA_NAMES = (
-    ("post_attention_layernorm", "pre_ff_layernorm"),
-    (".mlp.", ".feed_forward."),
-    ("model.norm.", "model.final_layernorm."),
-)
-_GRANITE_NAMES = (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear"))
-_GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
-
-FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(biases=("attention", "mlp")),
-    "mistral": _Family(sliding="all", biases=()),
-    "qwen2": _Family(sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
-    "qwen3": _Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
-    "qwen2_5_vl_text": _Family(theta=1_000_000.0, sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
-    "qwen3_vl_text": _Family(theta=5_000_000.0, traits={"qk_norm": "head"}),
-    "smollm3": _Family(
-        theta=2_000_000.0,
-        tied_by_default=True,
-        sliding="by-layer-type",
-        full_every=(1,),
-        biases=("attention", "mlp"),
-    ),
-    "phi3": _Family(sliding="all", biases=(), traits={"has_fused_qkv": True, "has_fused_mlp": True}),
-    "olmo2": _Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
-    "qwen2_moe": _Family(
-        sliding="by-layer-type",
-        full_every=(2,),
-        biases=(),
-        traits={"qkv_bias": True},
-        experts="qwen",
-        normalizes_chosen=False,
-    ),
-    "qwen3_moe": _Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
-    "qwen3_next": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
-    "qwen3_5_text": _Family(traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL),
-    "qwen3_5_moe_text": _Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
-    "mixtral": _Family(theta=1_000_000.0, sliding="all", biases=(), experts="mixtral"),
-    "gpt_oss": _Family(
-        theta=150_000.0, sliding="by-layer-type", full_every=(2,), traits={"has_sinks": True}, experts="gpt-oss"
-    ),
-    "bamba": _Family(recurrent="mamba", biases=("attention", "mlp"), traits={"renames": _BAMBA_NAMES}),
-    "granitemoehybrid": _Family(
-        recurrent="mamba",
-        experts="granite",
-        tied_by_default=True,
-        traits={"has_fused_mlp": True, "renames": _GRANITE_NAMES},
-    ),
-    "gemma2": _Family(tied_by_default=True, sliding="by-layer-type", full_every=(2,), traits=_GEMMA),
-    "gemma3_text": _Family(
-        theta=1_000_000.0,
-        tied_by_default=True,
-        sliding="by-layer-type",
-        full_every=("sliding_window_pattern", "_sliding_window_pattern", 6),
-        traits={**_GEMMA, "qk_norm": "head"},
-    ),
-}
-
-
 def is_supported(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in FAMILIES
 
@@ -252,7 +163,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         ) from None
 
 
-def _decoder_spec(model_type: str, family: _Family, config: Mapping[str, Any]) -> DecoderSpec:
+def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) -> DecoderSpec:
     num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     hidden_size = int(config["hidden_size"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -307,7 +218,7 @@ def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layers(model_type: str, family: _Family, config: Mapping[str, Any], num_layers: int) -> tuple[LayerSpec, ...]:
+def _layers(model_type: str, family: Family, config: Mapping[str, Any], num_layers: int) -> tuple[LayerSpec, ...]:
     has_windows = family.sliding != "none" and config.get("use_sliding_window") is not False
     window = config.get("sliding_window") if has_windows else None
     kinds = ["sliding_attention" if family.sliding == "all" else "full_attention"] * num_layers
@@ -334,7 +245,7 @@ def _has_rotary(model_type: str, config: Mapping[str, Any], layer: int) -> bool:
     return True
 
 
-def _experts(family: _Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
+def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
     if family.experts is None:
         return None
     count = config["num_experts"] if config.get("num_local_experts") is None else config["num_local_experts"]
@@ -355,7 +266,7 @@ def _experts(family: _Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
     )
 
 
-def _recurrent(model_type: str, family: _Family, config: Mapping[str, Any]) -> RecurrentSpec | None:
+def _recurrent(model_type: str, family: Family, config: Mapping[str, Any]) -> RecurrentSpec | None:
     if family.recurrent == "delta":
         key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
         if value_heads % key_heads:
@@ -396,14 +307,14 @@ def _float(value: Any) -> float:
     return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
-def _has_experts(family: _Family, config: Mapping[str, Any], layer: int) -> bool:
+def _has_experts(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     if family.experts is None or config.get("num_local_experts") == 0:
         return False
     is_dense = layer in (config.get("mlp_only_layers") or ())
     return not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
-def _layer_types(family: _Family, config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _layer_types(family: Family, config: Mapping[str, Any], num_layers: int) -> list[str]:
     """Given by name, by their period, by the places of the attention layers, or by the first that slides."""
     if given := config.get("layer_types"):
         if len(given) < num_layers:
@@ -421,7 +332,7 @@ def _layer_types(family: _Family, config: Mapping[str, Any], num_layers: int) ->
     return ["full_attention" if flag else other for flag in is_full]
 
 
-def _rotaries(model_type: str, family: _Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:
+def _rotaries(model_type: str, family: Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:
     """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, which may be nested."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(config.get("rope_theta") or family.theta)
