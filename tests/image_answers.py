@@ -28,8 +28,10 @@ def plain(
     return tuple(result.sequences[0, -num_tokens:].tolist()), torch.cat(result.logits)
 
 
-def answer(engine: Engine, images: Sequence[Any] | None = None, *, max_tokens: int = NUM_GENERATED) -> Output:
-    return engine.generate(TEXT, images=images or pictures(2), **SAMPLING | {"max_tokens": max_tokens})
+def answer(
+    engine: Engine, images: Sequence[Any] | None = None, *, max_tokens: int = NUM_GENERATED, scope: str = ""
+) -> Output:
+    return engine.generate(TEXT, images=images or pictures(2), scope=scope, **SAMPLING | {"max_tokens": max_tokens})
 
 
 def finished(engine: Engine, request_ids: Sequence[int]) -> list[Output]:

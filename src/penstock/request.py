@@ -132,6 +132,7 @@ class Request:
     priority: int = 0  # lower is served first
     deadline_at: float | None = None  # on the clock of arrived_at; None: none
     rotary: str = "default"  # which of the model's length-dependent rotary tables; part of the prefix hash
+    scope: str = ""  # requests of other scopes share no prefix with it; part of the prefix hash
     source: SourceReading | None = None  # None: the prompt is read by the decoder itself
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
     chunk_size: int | None = None  # None: the engine's; 0: the prompt is read whole

@@ -24,6 +24,15 @@ def test_each_image_is_encoded_once(name, lane, load_vision):
     assert sum(encoded) == NUM_ENCODED[name], "the same images came again and are known"
 
 
+def test_images_and_prefixes_of_another_scope_are_not_found(lane, load_vision):
+    engine = load_vision("llava", lane=lane, chunk_size=3)
+    encoded = count_images(engine.model.lane.model, "llava")
+    cached = [answer(engine, scope=scope).num_cached_tokens for scope in ("one", "other", "one")]
+    assert sum(encoded) == 2 * NUM_ENCODED["llava"]
+    assert cached[:2] == [0, 0]
+    assert (cached[2] > 0) == (engine.scheduler.prefix is not None)
+
+
 def test_the_pixels_of_a_prompt_are_hashed_once(lane, load_vision, monkeypatch):
     engine, hashed = load_vision("llava", lane=lane, chunk_size=3), []
     medium = media_features._medium

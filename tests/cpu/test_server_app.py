@@ -76,6 +76,39 @@ def test_a_changed_chunk_size_of_a_request_is_in_its_plan_or_refused_under_stric
         assert any("chunk size 70 is 64" in adjustment for adjustment in plan.json()["adjustments"])
 
 
+@pytest.mark.parametrize(
+    ("keys", "settings", "is_shared"),
+    [
+        (("one", "other"), {}, False),
+        (("one", "other"), {"share_prefixes": True}, True),
+        (("one", "one"), {}, True),  # the same key, given twice
+        ((), {}, True),
+    ],
+)
+def test_a_key_does_not_learn_what_was_read_for_another(tiny, keys, settings, is_shared):
+    folder = str(tiny("llama")[0])
+    config = EngineConfig(dtype="float32", device="cpu", memory=4 << 30, threads=1)
+    ask = {"model": folder, "prompt": prompt(200), "max_tokens": 1}
+
+    async def asking():
+        app = make_app(ServerSettings(model=folder, api_keys=keys, **settings), config)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), client:
+            await app.state.loading
+            found = []
+            for key in (*keys, keys[0]) if keys else ("", "", ""):
+                headers = {"authorization": f"bearer  {key}"}
+                plan = await client.post("/plan", json={"prompt": ask["prompt"]}, headers=headers)
+                usage = (await client.post("/v1/completions", json=ask, headers=headers)).json()["usage"]
+                found.append((plan.json()["cached_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+            return found
+
+    first, second, again = asyncio.run(asking())
+    assert first == (0, 0)
+    assert again == (192, 192), "a key finds what was read for itself"
+    assert second == (again if is_shared else (0, 0))
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_peak_above_the_budget_is_logged_once(tiny, caplog, is_over):
     folder = str(tiny("llama")[0])
@@ -275,7 +308,8 @@ def running(engine):
     service = Service(ServerSettings(model="tiny"), EngineConfig())
     engine.on_plan, engine.on_step = service.board.take_plan, service.metrics.take_step
     service._engine = AsyncEngine(engine)
-    return service, Request({"type": "http", "state": {"request_id": "req-1", "arrived_at": time.perf_counter()}})
+    state = {"request_id": "req-1", "arrived_at": time.perf_counter(), "sharing_scope": ""}
+    return service, Request({"type": "http", "state": state})
 
 
 CHOICE = ([prompt(100)], SamplingParams(max_tokens=400, ignore_eos=True))

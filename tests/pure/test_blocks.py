@@ -126,6 +126,7 @@ def test_evicted_blocks_join_into_runs_again():
     assert again == list(range(32))
 
 
-def test_equal_tokens_of_another_model_or_rotary_hash_differently():
+def test_equal_tokens_of_another_model_rotary_or_scope_hash_differently():
     roots = {root_hash("a", "default"), root_hash("b", "default"), root_hash("a", "long")}
-    assert len({chain_hash(root, [1, 2, 3]) for root in roots}) == 3
+    roots |= {root_hash("a", "default", "one"), root_hash("a", "default", "other"), root_hash("a", "long", "one")}
+    assert len({chain_hash(root, [1, 2, 3]) for root in roots}) == 6

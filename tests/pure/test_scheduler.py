@@ -562,6 +562,21 @@ def test_prompt_logprobs_bypass_prefix_hits():
     assert sequence.num_cached == 0
 
 
+@pytest.mark.parametrize("num_checkpoints", [None, 8])
+@pytest.mark.parametrize("is_together", [False, True])
+def test_prefixes_are_found_within_their_scope_alone(is_together, num_checkpoints):
+    """Computed already, or still being read by another request in flight."""
+    scheduler, cached = make_scheduler(num_checkpoints=num_checkpoints), []
+    for request_id, scope in enumerate(["one", "other", "one", ""]):
+        cached.append(scheduler.submit(make_request(request_id, range(30), scope=scope)))
+        if not is_together:
+            run_all(scheduler, {request_id: 1})
+    run_all(scheduler, dict.fromkeys(range(4), 1))
+    first, other, again, unnamed = (sequence.num_cached for sequence in cached)
+    assert (other, unnamed) == (0, 0)
+    assert first + again > 0 or (is_together and num_checkpoints), "states are found when they are saved"
+
+
 def test_overlap_goes_back_in_place_and_never_into_a_shared_block():
     scheduler = make_scheduler(chunk_size=8, overlap=3)
     scheduler.submit(make_request(0, range(20)))

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from penstock.cache.blocks import BlockPool
 
 
-def root_hash(model_identity: str, rotary: str) -> bytes:
-    """Makes the hash that chains begin with, from what makes equal tokens give different keys and values."""
-    return hashlib.blake2b(f"{model_identity}\0{rotary}".encode(), digest_size=16).digest()
+def root_hash(model_identity: str, rotary: str, scope: str = "") -> bytes:
+    """Makes the hash that chains begin with, from what makes equal tokens give different keys and values.
+
+    `scope`: whose prefixes are found; those of another scope are not.
+    """
+    return hashlib.blake2b("\0".join([model_identity, rotary, scope]).encode(), digest_size=16).digest()
 
 
 def chain_hash(previous: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) -> bytes:

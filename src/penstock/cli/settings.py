@@ -38,6 +38,7 @@ SHARING = {
 SERVER = {
     "host": "Where to listen; 0.0.0.0 is reachable from other machines.",
     "port": "The port; 0 takes a free one.",
+    "share_prefixes": "Let API keys find what was read for each other, which shows in times.",
     "max_prompt_tokens": "Longest prompt that is taken.",
     "request_timeout_s": "Longest time of a request.",
     "keep_alive_s": "A silent stream gets a comment this often.",

@@ -262,6 +262,7 @@ class Engine:
         chunk_size: int | str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        scope: str = "",
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> Handle:
@@ -269,8 +270,8 @@ class Engine:
 
         An image is a path, the bytes of a file, or a PIL image. `answer_start`: text or tokens that the answer of an
         encoder-decoder model begins with; they are read, not written. `chunk_size` is this prompt's own, in place of
-        the engine's; 0 reads it whole, "auto" leaves it to the memory model. `params`: all of the sampling at once, in
-        place of single settings.
+        the engine's; 0 reads it whole, "auto" leaves it to the memory model. `scope`: prefixes and images are found
+        again by requests of the same scope alone. `params`: all of the sampling at once, in place of single settings.
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
@@ -286,6 +287,7 @@ class Engine:
             chunk_size=chunk_size,
             priority=priority,
             deadline_s=deadline_s,
+            scope=scope,
         )
         request, feed = arrival.request, arrival.feed
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)

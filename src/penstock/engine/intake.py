@@ -57,6 +57,7 @@ class Intake:
         chunk_size: int | str | None,
         priority: int,
         deadline_s: float | None,
+        scope: str,
     ) -> Admitted:
         config, _ = self._config_of(chunk_size)
         self._refuse_impossible(params)
@@ -64,7 +65,7 @@ class Intake:
         if isinstance(prompt, TokenFeed) and self._lane.reads_more_than_tokens:
             prompt = prompt.take_all(self.refuse_too_long)
         feed = prompt if isinstance(prompt, TokenFeed) else None
-        read = self._lane_prompt(prompt, images, answer_start)
+        read = self._lane_prompt(prompt, images, answer_start, scope)
         num_tokens = read.num_tokens if feed is None else feed.num_total or 0
         if params.prompt_logprobs is not None and read.why_no_logprobs:
             raise InvalidSetting(read.why_no_logprobs)
@@ -81,6 +82,7 @@ class Intake:
             arrived_at=now,
             prompt_is_complete=feed is None and not read.is_encoding,
             rotary=self._model.spec.rotary_variant(num_tokens),
+            scope=scope,
             priority=priority,
             deadline_at=None if deadline_s is None else now + deadline_s,
             source=read.source,
@@ -90,14 +92,16 @@ class Intake:
         )
         return Admitted(request=request, feed=feed, prompt=read, notes=notes)
 
-    def _lane_prompt(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int]) -> LanePrompt:
+    def _lane_prompt(
+        self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int], scope: str
+    ) -> LanePrompt:
         """The prompt as the lane reads it; images are encoded in the steps before."""
         free_bytes = self._memory.budget_bytes - self._model.memory.fixed_bytes(self._scheduler.resident_tokens)
         limits = PromptLimits(refuse_too_long=self.refuse_too_long, free_bytes=free_bytes)
         ask = self.prompts.ask(prompt, images, answer_start)
         if not (ask.tokens or ask.images or isinstance(prompt, TokenFeed)):
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
-        return self._model.lane.prompt(ask, limits)
+        return self._model.lane.prompt(dataclasses.replace(ask, scope=scope), limits)
 
     def plan(self, prompt_tokens: int, atomic: tuple[Span, ...], *, chunk_size: int | str | None) -> PromptPlan:
         config, adjustments = self._config_of(chunk_size)

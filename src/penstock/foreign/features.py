@@ -101,11 +101,16 @@ class Encoding:
     """The media of a prompt on their way through the tower, one call at a time; equal media are encoded once."""
 
     def __init__(
-        self, tower: Tower, inputs: Mapping[str, Any], cache: FeatureCache, budget_bytes: int = DEFAULT_ENCODER_BYTES
+        self,
+        tower: Tower,
+        inputs: Mapping[str, Any],
+        cache: FeatureCache,
+        budget_bytes: int = DEFAULT_ENCODER_BYTES,
+        scope: str = "",
     ) -> None:
         self._tower = tower
         self._cache = cache
-        self.media = split_media(tower, inputs)
+        self.media = split_media(tower, inputs, scope)
         self._settings = {name: inputs[name] for name in tower.settings if inputs.get(name) is not None}
         self._known = {one.key: found for one in self.media if (found := cache.get(one.key)) is not None}
         missing = {one.key: one for one in self.media if one.key not in self._known}
@@ -156,8 +161,11 @@ def batches(tower: Tower, media: Sequence[Medium], budget_bytes: int) -> Iterato
         yield batch
 
 
-def split_media(tower: Tower, inputs: Mapping[str, Any]) -> list[Medium]:
-    """The processor's tensors, medium by medium: patches by grid, tiles in a batch, or rows."""
+def split_media(tower: Tower, inputs: Mapping[str, Any], scope: str = "") -> list[Medium]:
+    """The processor's tensors, medium by medium: patches by grid, tiles in a batch, or rows.
+
+    `scope`: part of each key, so that equal media of different scopes are not found.
+    """
     given = {name: torch.as_tensor(inputs[name]) for name in tower.takes if inputs.get(name) is not None}
     if PIXELS not in given:
         raise InvalidMedia(f"The processor returned no {PIXELS}; got {', '.join(sorted(inputs)) or 'nothing'}.")
@@ -168,7 +176,7 @@ def split_media(tower: Tower, inputs: Mapping[str, Any]) -> list[Medium]:
     else:
         parts = _by_row(given)
     settings = [f"{name}={inputs[name]}" for name in sorted(tower.settings) if inputs.get(name) is not None]
-    return [_medium(tower, part, is_alone, " ".join(settings)) for part, is_alone in parts]
+    return [_medium(tower, part, is_alone, " ".join([scope, *settings])) for part, is_alone in parts]
 
 
 def _by_grid(given: dict[str, torch.Tensor]) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:

@@ -140,7 +140,7 @@ class MediaPrompt:
 
     @classmethod
     def begun(
-        cls, media: MediaModel, inputs: Mapping[str, Any], *, encoder_bytes: int, num_copies: int = 1
+        cls, media: MediaModel, inputs: Mapping[str, Any], *, encoder_bytes: int, num_copies: int = 1, scope: str = ""
     ) -> MediaPrompt:
         """Begins a prompt before its images are encoded: call `encode_next` until there is no `encoding` any more."""
         _refuse_other_media(inputs)
@@ -149,7 +149,7 @@ class MediaPrompt:
             return cls(media, inputs, features=given_features(encoded["image"]), num_copies=num_copies)
         if inputs.get(PIXELS) is None:
             return cls(media, inputs, num_copies=num_copies)
-        encoding = Encoding(media.tower, inputs, media.features, encoder_bytes)
+        encoding = Encoding(media.tower, inputs, media.features, encoder_bytes, scope)
         return cls(media, inputs, encoding=encoding, num_copies=num_copies)
 
     def encode_next(self) -> None:

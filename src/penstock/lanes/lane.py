@@ -102,6 +102,7 @@ class Asked:
     images: tuple[Any, ...] = ()
     adds_special_tokens: bool = True  # to the text
     answer_start: tuple[int, ...] = ()
+    scope: str = ""  # what is kept of its images serves prompts of this scope alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

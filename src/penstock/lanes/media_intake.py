@@ -80,7 +80,7 @@ class MediaIntake(TextLane):
         processed = self.processor.inputs(ask.text, ask.images, add_special_tokens=ask.adds_special_tokens)
         inputs = self.inputs(processed)
         limits.refuse_too_long(inputs["input_ids"].shape[1])
-        prompt = MediaPrompt.begun(self.media, inputs, encoder_bytes=self.encoder_bytes)
+        prompt = MediaPrompt.begun(self.media, inputs, encoder_bytes=self.encoder_bytes, scope=ask.scope)
         self._refuse_too_large(prompt.encoding, limits.free_bytes)
         return prompt
 

@@ -8,7 +8,7 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
 from penstock.cache.states import StatePool
 from penstock.config import CHECKPOINT_TOKENS
-from penstock.request import Chunk, Sequence, StateUse
+from penstock.request import Chunk, Request, Sequence, StateUse
 
 # Tokens of an answer for which a run of blocks has room from the start.
 ORDINARY_ANSWER = 1024
@@ -161,11 +161,14 @@ class Holdings:
         """The chained hash of block `index`, extending the sequence's own list of them."""
         hashes, block_size = sequence.block_hashes, self.block_size
         while len(hashes) <= index:
-            previous = hashes[-1] if hashes else root_hash(self.model_identity, sequence.request.rotary)
+            previous = hashes[-1] if hashes else self._root(sequence.request)
             start, end = len(hashes) * block_size, (len(hashes) + 1) * block_size
             media = [one.key for one in sequence.media_keys if one.start < end and start < one.end]
             hashes.append(chain_hash(previous, sequence.tokens[start:end], media))
         return hashes[index]
+
+    def _root(self, request: Request) -> bytes:
+        return root_hash(self.model_identity, request.rotary, request.scope)
 
     # --- recurrent state ---
 

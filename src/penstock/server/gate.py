@@ -30,6 +30,7 @@ class Gate:
         self._body_timeout_s = settings.body_timeout_s
         self._whole_body_timeout_s = settings.whole_body_timeout_s
         self._key_digests = [_digest(key) for key in settings.api_keys]
+        self._keeps_keys_apart = len(set(self._key_digests)) > 1 and not settings.share_prefixes
         self._takes_preflights = bool(settings.cors_origins)
         self._pages = OwnPages(settings)
 
@@ -41,6 +42,7 @@ class Gate:
         state = scope.setdefault("state", {})
         request_id = state["request_id"] = _request_id(headers)
         state.setdefault("arrived_at", time.perf_counter())
+        state["sharing_scope"] = self._sharing_scope(headers)
         status: int | None = None
 
         async def answer(message: Message) -> None:
@@ -66,7 +68,7 @@ class Gate:
             self._pages.check_host(headers)
             self._pages.check_sender(method, headers)
         elif path not in OPEN_PATHS and not self._is_preflight(method, headers):
-            self._check_key(headers.get("authorization", ""))
+            self._check_key(headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise self._too_large()
@@ -76,12 +78,15 @@ class Gate:
         asks = method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
         return asks and self._takes_preflights
 
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, key = authorization.partition(" ")
-        digest = _digest(key.strip())
+    def _sharing_scope(self, headers: Headers) -> str:
+        """Names those whose prefixes a request may find: everybody's, or those of its own key."""
+        return _digest(_key(headers)).hex() if self._keeps_keys_apart else ""
+
+    def _check_key(self, headers: Headers) -> None:
+        digest = _digest(_key(headers))
         # Every key is compared, each in constant time: nothing is learned from how long it takes.
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not any(matches):
             message = "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'."
             raise Refused(message, status=401)
 
@@ -110,6 +115,12 @@ class Gate:
     def _too_large(self) -> Refused:
         message = f"The body is larger than {self._max_body_bytes:,} bytes, the most that is taken."
         return Refused(message, status=413)
+
+
+def _key(headers: Headers) -> str:
+    """Reads the key that a request brings; empty where it brings none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

@@ -62,6 +62,7 @@ class Run:
         self.request_id: str = state["request_id"]
         self.facts: dict[str, Any] = state.setdefault("facts", {})
         self.arrived_at: float = state["arrived_at"]
+        self.sharing_scope: str = state["sharing_scope"]
         self.created = int(time.time())
         self.service = service
         self.engine = service.engine.engine
@@ -97,6 +98,7 @@ class Run:
         if limit is not None and longest > limit:
             raise PromptTooLong(f"The prompt has {longest} tokens; the server takes {limit}. Shorten it.")
         given = {"chunk_size": chunk_size, "priority": priority or 0, "deadline_s": settings.request_timeout_s}
+        given["scope"] = self.sharing_scope
         try:
             for index, (prompt, number) in enumerate(product(prompts, range(num_each))):
                 seed = None if sampling.seed is None else (sampling.seed + number) % 2**63

@@ -18,6 +18,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # none: everybody who reaches the port may ask
+    share_prefixes: bool = False  # between API keys; if not, requests find what was read for their own key alone
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # without a key, on a loopback address: names beside localhost
     max_body_bytes: int = 32 * MIB

@@ -108,7 +108,8 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
     engine = service.engine.engine
     if num_tokens > (limit := MAX_PLANNED_CONTEXTS * engine.scheduler.capacity):
         raise PromptTooLong(f"The prompt has {num_tokens} tokens; plans are made for {limit} at most.")
-    num_cached = await service.engine.call(lambda engine: _num_cached(engine, tokens))
+    scope = request.scope["state"]["sharing_scope"]
+    num_cached = await service.engine.call(lambda engine: _num_cached(engine, tokens, scope))
     planned = await asyncio.to_thread(engine.plan, num_tokens, chunk_size=ask.chunk_size)
     return Plan(**asdict(planned), cached_tokens=num_cached)
 
@@ -119,9 +120,9 @@ async def reset_prefix_cache(request: Request) -> Reset:
     return Reset(freed_blocks=await Service.of(request, None).engine.call(_forget_prefixes))
 
 
-def _num_cached(engine: Engine, tokens: list[int]) -> int:
+def _num_cached(engine: Engine, tokens: list[int], scope: str) -> int:
     prefix = engine.scheduler.prefix
-    root = root_hash(engine.model.identity, engine.model.spec.rotary_variant(len(tokens)))
+    root = root_hash(engine.model.identity, engine.model.spec.rotary_variant(len(tokens)), scope)
     return 0 if prefix is None else prefix.num_known(tokens, root, engine.config.block_size)
 
 
