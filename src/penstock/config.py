@@ -89,6 +89,7 @@ class EngineConfig:
     memory: int | None = None  # bytes; None: what is free, less a margin
     context: int | None = None  # tokens; None: the model's own limit
     lane: str | None = None  # None: the lane table picks
+    text_only: bool | None = None  # None: of an image-text model, where nothing can encode its images
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"
     dtype: str = "auto"
@@ -268,7 +269,7 @@ OWN_PARSERS: dict[str, Callable[[Any], Any]] = {
 def _parser_for(name: str, kind: str) -> Callable[[Any], Any]:
     if kind.startswith("str"):
         return str
-    if kind == "bool":
+    if kind.startswith("bool"):
         return partial(_parse_bool, name)
     return partial(_parse_int, name, allowed="a whole number")
 

@@ -83,7 +83,12 @@ class InvalidTrace(PenstockError):
     """A file is no trace, or one of a version that is not read."""
 
 
-def reads_text_only(num_images: int, lane: str) -> InvalidMedia:
+def reads_text_only(num_images: int, lane: str, why: str = "") -> InvalidMedia:
+    """`why`: what keeps an image-text model to its text part; empty for a text model."""
+    if why:
+        return InvalidMedia(
+            f"{num_images} image(s) given; of this model only the text part is read: {why}. Leave them out."
+        )
     return InvalidMedia(
         f"{num_images} image(s) given; this model runs on {lane}, which reads text only. Leave them out or take an "
         "image-text model."

@@ -60,7 +60,7 @@ def load_vision(tiny_vision, own_verdicts) -> Iterator[Callable[..., Engine]]:
 
     def make(name: str, *, num_blocks: int | None = None, **settings) -> Engine:
         folder, model = tiny_vision(name)
-        config = load_config(SETTINGS | settings)
+        config = load_config(SETTINGS | {"text_only": False} | settings)
         loaded = load_model(str(folder), config)
         if num_blocks is not None:
             loaded = dataclasses.replace(loaded, num_blocks=num_blocks)

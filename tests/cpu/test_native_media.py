@@ -180,7 +180,7 @@ def test_the_native_lane_is_preferred_where_it_is_eligible(tiny_vision):
 @pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
 def test_a_plan_counts_the_tower_the_features_and_the_encoder(name, tiny_vision):
     folder, model = tiny_vision(name)
-    planned = plan(str(folder), prompt_tokens=500, memory="4GiB", dtype="float32")
+    planned = plan(str(folder), prompt_tokens=500, memory="4GiB", dtype="float32", text_only=False)
     assert planned.lane.id == NATIVE_MULTIMODAL
     assert planned.prompt.weight_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert 0 < planned.prompt.media_bytes < 2**30

@@ -49,7 +49,7 @@ def chat(
     shown = [{"type": "image", "image": open_image(image, name="image")} for image in images or ()]
     with loaded(model, config, console, trace) as engine:
         if shown and not engine.lane.reads_images:
-            raise reads_text_only(len(shown), engine.lane.id)
+            raise reads_text_only(len(shown), engine.lane.id, engine.lane.why_text_only)
 
         def answer(messages: list[dict[str, Any]]) -> str:
             output = follow(engine, engine.submit(messages, **sampling), console)

@@ -22,6 +22,7 @@ ENGINE = {
     "memory": "Byte budget, such as 6GiB: of the whole process, or of a GPU.",
     "context": "Most tokens of prompt and answer; past the model's own: a warning.",
     "lane": "Force a lane by its id.",
+    "text_only": "Load the text part of an image-text model alone; unless given, where nothing can encode images.",
     "strict": "Refuse instead of adjusting.",
     "device": "auto, cuda or cpu; auto takes an NVIDIA GPU where there is one.",
     "dtype": "auto, float32 or bfloat16.",

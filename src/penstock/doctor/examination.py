@@ -50,7 +50,7 @@ def examine(model: str, config: EngineConfig, *, rerun: bool = False) -> Examina
         dtype=place.dtype,
         device=place.device,
         lane=lane,
-        claims={kind.id: kind.claim(files.config) for kind in LANES.values()},
+        claims={kind.id: kind.claim(place.files.config) for kind in LANES.values()},
         verdict=verdict,
         was_kept=was_kept,
         kernels=cpu_kernels(config, place.dtype) if place.device == "cpu" else None,

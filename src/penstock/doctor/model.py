@@ -95,6 +95,10 @@ def _lane(found: Examination) -> Iterator[Diagnosis]:
         yield note("lane", f"{lane.id}: prompts are read whole; {lane.reason}", remedy)
     else:
         yield good("lane", f"{lane.id}: {lane.reason}")
+    if lane.why_text_only:
+        yield note(
+            "images", f"only text is read: {lane.why_text_only}", "Mend that for images; --text-only is for text"
+        )
     if verdict is not None and not lane.reads_whole:
         kept = "as an earlier check found" if found.was_kept else "checked just now"
         yield good("exactness", f"{kept}; {verdict.reason}")

@@ -47,6 +47,12 @@ def content_parts(message: Message) -> list[dict[str, Any]]:
     return [dict(part) for part in content]
 
 
+def in_parts(message: Message) -> dict[str, Any]:
+    """Shows a text as the only part of its message."""
+    content = message.get("content")
+    return dict(message) | ({"content": content_parts(message)} if isinstance(content, str) else {})
+
+
 def image_parts(message: Message) -> Iterator[dict[str, Any]]:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):

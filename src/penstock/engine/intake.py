@@ -41,6 +41,7 @@ class Intake:
             template=model.chat_template,
             bos_token=model.bos_token,
             reads_images=self._lane.reads_images,
+            is_text_part=bool(self._lane.why_text_only),
             needs_length=model.spec.depends_on_prompt_length or config.strict or self._lane.reads_whole,
             refuse_too_long=self.refuse_too_long,
             capacity=scheduler.capacity,

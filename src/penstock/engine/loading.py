@@ -59,6 +59,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
 def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | None = None) -> LoadedModel:
     """Loads a model from its files; `weights` take the place of those there."""
     place = settle(files, config, has_cuda=torch.cuda.is_available())
+    files = place.files
     prepare_process(place.config)
     kind = LANES[place.lane.id]
     # What the lane imports and builds here is part of the runtime that is measured below.

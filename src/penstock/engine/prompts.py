@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.feed import ByteMeter, TokenFeed, count_tokens
-from penstock.engine.image_messages import Message, bare, image_parts, images_of, with_images
+from penstock.engine.image_messages import Message, bare, image_parts, images_of, in_parts, with_images
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.lanes.lane import Asked
 from penstock.prompt.render import ChatTemplate
@@ -27,6 +27,7 @@ class PromptReader:
     template: ChatTemplate | None
     bos_token: str | None
     reads_images: bool
+    is_text_part: bool  # of an image-text model, whose template may know texts as parts of a message only
     needs_length: bool  # the rotary table or a strict plan depends on the prompt's length
     refuse_too_long: Callable[..., None]  # given a number of tokens, and whether that is all of them
     capacity: int
@@ -72,6 +73,8 @@ class PromptReader:
     def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
             raise InvalidPrompt("The model has no chat template, so messages cannot be rendered. Give a text instead.")
+        if self.is_text_part and self.template.split([{"role": "user", "content": ""}], 0) is None:
+            messages = [in_parts(message) for message in messages]
         return self.template.render(messages, **variables)
 
     def known(self, tokens: list[int]) -> list[int]:
@@ -114,7 +117,7 @@ class PromptReader:
             note = "the chat template of an image-text model inspects its content: rendered whole, not streamed"
             return TokenFeed(batches=iter([tokens]), num_total=len(tokens), adjustments=(note,))
         note = "the chat template inspects its content: the prompt was rendered whole, not streamed"
-        rendered = self.template.render(messages)
+        rendered = self.rendered(messages)
         return self._feed([TextPart.of_text(rendered)], ("", ""), (note,), add_special_tokens=False)
 
     def _rendered_with_images(

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import logging
 import mmap
+import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,12 +17,20 @@ import torch
 
 from penstock.errors import InvalidModelFile, UnsupportedModel, first_line
 from penstock.models.files import ModelFiles
+from penstock.models.stored_names import HEAD, decoder_prefix
 from penstock.models.weights import SLICE_BYTES, open_weights
 
 
 def causal_class(files: ModelFiles) -> tuple[type, Any]:
     """Finds (the class that runs the model, its config), both of the library; what it does not know is refused."""
     return _class_of(files, "MODEL_FOR_CAUSAL_LM_MAPPING", "has no causal language model in it")
+
+
+def is_causal(model_type: str) -> bool:
+    """Tells whether the library has a causal language model of that type."""
+    from transformers.models.auto import modeling_auto
+
+    return model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def image_text_class(files: ModelFiles) -> tuple[type, Any]:
@@ -61,7 +70,7 @@ def _class_of(files: ModelFiles, mapping: str, why_unknown: str) -> tuple[type, 
     model_type = str(files.config.get("model_type"))
     try:
         with quiet_library():
-            if files.folder is not None:
+            if files.folder is not None and not files.why_text_only:
                 config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
             else:
                 config = AutoConfig.for_model(**files.config)
@@ -104,6 +113,7 @@ def load_causal(files: ModelFiles, model_class: Any, config: Any, dtype: torch.d
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
+                key_mapping=_names_of_text_part(files, model_class),
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise InvalidModelFile(
@@ -116,6 +126,14 @@ def load_causal(files: ModelFiles, model_class: Any, config: Any, dtype: torch.d
     if device.type == "cpu":
         _copy_out_of_files(model, files.weight_files)
     return model.eval().to(device)
+
+
+def _names_of_text_part(files: ModelFiles, model_class: Any) -> dict[str, str] | None:
+    """Maps the stored names of a text part to those of a text model; None where all of a model is read."""
+    if not files.why_text_only:
+        return None
+    prefix = decoder_prefix(open_weights(files).names, files.folder)
+    return {f"^{re.escape(prefix)}": f"{model_class.base_model_prefix}.", rf"^.*\b{re.escape(HEAD)}": HEAD}
 
 
 def _copy_out_of_files(model: torch.nn.Module, paths: Collection[Path]) -> None:

@@ -33,6 +33,7 @@ class LaneFacts:
     # What the lane does with this model; not part of the documents.
     reads_whole: bool = False  # chunks are not exact here: prompts are read in one piece
     reads_images: bool = False
+    why_text_only: str = ""  # why of an image-text model only the text part is read; empty: it is not so
     reads_source: bool = False  # an encoder reads the prompt, in passes over it, and a decoder answers
     shares_prefixes: bool = True
     gives_hidden: bool = False  # hidden states can be had, for embeddings
@@ -231,7 +232,7 @@ class TextLane:
 
     def prompt(self, ask: Asked, limits: PromptLimits) -> LanePrompt:
         if ask.images:
-            raise reads_text_only(len(ask.images), self.facts.id)
+            raise reads_text_only(len(ask.images), self.facts.id, self.facts.why_text_only)
         if ask.answer_start:
             raise InvalidSetting("answer_start is for encoder-decoder models. Give it as part of the prompt.")
         return TextPrompt(positions=ask.tokens)

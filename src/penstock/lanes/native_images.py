@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 
 from penstock.attention.backend import ForwardInputs, MediaInputs
-from penstock.errors import InvalidModelFile
 from penstock.foreign.images import MediaModel, MediaPrompt
 from penstock.foreign.pretrained import image_text_class, load_tower, quiet_library
 from penstock.lanes.lane import LaneFacts
@@ -19,14 +18,12 @@ from penstock.lanes.media_intake import ImageReader, MediaIntake
 from penstock.lanes.native_text import NativeTextLane, native_lane
 from penstock.models.files import ModelFiles
 from penstock.models.media_spec import NATIVE_MEDIA, media_decoder_spec
-from penstock.models.spec import DecoderSpec
-from penstock.models.weights import WeightSource, open_weights
+from penstock.models.stored_names import stored_spec
+from penstock.models.weights import open_weights
 from penstock.plan.machine import return_freed_memory
 from penstock.plan.memory import ModelShape
 from penstock.plan.waves import Waves
 from penstock.request import Span
-
-EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class NativeMultimodalLane(MediaIntake):
@@ -139,7 +136,7 @@ class NativeImagesLoader:
     def __init__(self, files: ModelFiles) -> None:
         require_folder(files, "Image-text")
         self.weights = open_weights(files)
-        self.spec = _stored_spec(media_decoder_spec(files), self.weights, files)
+        self.spec = stored_spec(media_decoder_spec(files), self.weights, files.folder)
         self.reader = ImageReader.of(files)
         self.model_class, self.model_config = image_text_class(files)
 
@@ -160,18 +157,3 @@ class NativeImagesLoader:
             attention=text.attention,
             chat_template=self.reader.chat_template,
         )
-
-
-def _stored_spec(spec: DecoderSpec, weights: WeightSource, files: ModelFiles) -> DecoderSpec:
-    """Takes the names under which this checkpoint keeps the decoder; releases of the library differ in them."""
-    found = [name for name in weights.names if name.endswith(EMBEDDINGS)]
-    if len(found) != 1:
-        raise InvalidModelFile(
-            f"{files.folder} has {len(found)} tensors named ...{EMBEDDINGS}; a text decoder has one. Download it again."
-        )
-    renames = [("model.", found[0].removesuffix(EMBEDDINGS))]
-    heads = [name for name in weights.names if name.endswith(HEAD)]
-    if heads:
-        renames.append((HEAD, heads[0]))
-    is_tied = spec.has_tied_embeddings or not heads
-    return dataclasses.replace(spec, renames=tuple(renames), has_tied_embeddings=is_tied)

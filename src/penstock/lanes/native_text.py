@@ -19,6 +19,7 @@ from penstock.models.cpu_steps import CompiledSteps, compiled_steps
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles
 from penstock.models.spec import DecoderSpec, decoder_spec
+from penstock.models.stored_names import stored_spec
 from penstock.models.weights import WeightSource, open_weights
 from penstock.plan.memory import ModelShape
 from penstock.plan.waves import Waves
@@ -109,10 +110,13 @@ class NativeTextLoader:
 
     def load(self, loading: Loading) -> LoadedLane:
         num_tokens = loading.num_tokens(loading.memory)
-        lane = native_lane(self.spec, loading.weights or open_weights(loading.place.files), loading, num_tokens)
+        files = loading.place.files
+        weights = loading.weights or open_weights(files)
+        spec = stored_spec(self.spec, weights, files.folder) if files.why_text_only else self.spec
+        lane = native_lane(spec, weights, loading, num_tokens)
         return LoadedLane(
             lane=lane,
-            spec=self.spec,
+            spec=spec,
             memory=loading.memory,
             num_tokens=num_tokens,
             adjustments=_slow_quantization(loading.place.quantize, loading.place.dtype),

@@ -129,6 +129,8 @@ class Place:
         """What the way of running takes away from what was asked for."""
         lane, config = self.lane, self.config
         found: list[str] = []
+        if lane.why_text_only and config.text_only is None:
+            found.append(f"only the text part is read: {lane.why_text_only}")
         if lane.reads_whole and config.chunk_size != 0:
             found.append(f"prompts are read whole: {lane.reason}")
         if not lane.shares_prefixes and config.prefix_cache:

@@ -15,6 +15,7 @@ from penstock.lanes.native_images_kind import NATIVE_IMAGES
 from penstock.lanes.native_text_kind import NATIVE_TEXT
 from penstock.lanes.place import Place
 from penstock.lanes.seq2seq_kind import SEQ2SEQ
+from penstock.lanes.text_part import part_to_read
 from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles, reading_config
 from penstock.plan.devices import choose_dtype, require_device
@@ -58,7 +59,12 @@ def _asked_for(config: Mapping[str, Any], requested: str) -> LaneFacts:
 def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
     """Picks lane, device and dtype of a model; settings that its lane cannot honour are refused."""
     with reading_config(files.name):
+        is_for_images = config.lane in LANES and LANES[config.lane].facts.reads_images
+        files = part_to_read(files, config, is_for_images=is_for_images)
         lane = pick_lane(files.config, config.lane)
+    if files.why_text_only:
+        reason = f"{lane.reason}; only the text part is read: {files.why_text_only}"
+        lane = replace(lane, reason=reason, why_text_only=files.why_text_only)
     device = require_device(config.device, has_cuda=has_cuda)
     if config.quantize not in ("auto", "none") and not lane.keeps_codes:
         names = ", ".join(kind.id for kind in LANES.values() if kind.facts.keeps_codes)

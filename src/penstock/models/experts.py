@@ -149,14 +149,10 @@ class Experts:
         names, size = self.spec.names, self.spec.shared_size
         assert isinstance(self.shared.gate_up, Linear)
         assert isinstance(self.shared.down, Linear)
-        shared, gate_up, down = f"{prefix}.{names.shared}", self.shared.gate_up.weight_OI, self.shared.down.weight_OI
-        if names.layout == "outputs first":
-            yield f"{shared}.{names.gate}", gate_up
-            yield f"{shared}.{names.down}", down
-            return
-        yield f"{shared}.{names.gate}.weight", gate_up[:size]
-        yield f"{shared}.{names.up}.weight", gate_up[size:]
-        yield f"{shared}.{names.down}.weight", down
+        gate_up, down = self.shared.gate_up.weight_OI, self.shared.down.weight_OI
+        parts = [gate_up, down] if len(names.shared_parts) == 2 else [gate_up[:size], gate_up[size:], down]
+        for name, part in zip(names.shared_parts, parts, strict=True):
+            yield f"{prefix}.{names.shared}.{name}.weight", part
         if self.shared_gate is not None:
             yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
 

@@ -37,6 +37,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
         gate="input_linear.weight",
         down="output_linear.weight",
         shared="shared_mlp",
+        shared_parts=("input_linear", "output_linear"),
     ),
 }
 _QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}

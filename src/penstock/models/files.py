@@ -44,6 +44,7 @@ class ModelFiles:
     gguf: GgufFile | None  # its header, read once
     weight_files: tuple[Path, ...]
     identity: str  # changes when the config or any weight file does: keys caches
+    why_text_only: str = ""  # why only the text part of an image-text model is read; empty: all of it is
 
 
 def resolve(model: str, *, weights: bool = True) -> ModelFiles:

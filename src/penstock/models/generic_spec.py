@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import InvalidModelFile
 from penstock.models.files import ModelFiles
 from penstock.models.safetensors import read_safetensors_header
+from penstock.models.stored_names import DRAFTING, HEAD, decoder_prefix
 
 # Recurrent models name no limit; this is what their pool is sized for when --context is not given.
 CONTEXT_WITHOUT_LIMIT = 2**17
@@ -166,7 +167,11 @@ def num_stored_parameters(files: ModelFiles) -> int | None:
     if files.gguf is not None:
         return sum(prod(tensor.shape) for tensor in files.gguf.tensors.values())
     paths = files.weight_files or tuple(sorted(files.folder.glob("*.safetensors")) if files.folder else ())
-    return sum(prod(tensor.shape) for path in paths for tensor in read_safetensors_header(path).values()) or None
+    sizes = {name: prod(one.shape) for path in paths for name, one in read_safetensors_header(path).items()}
+    if files.why_text_only and sizes:
+        prefix = decoder_prefix(sizes, files.folder)
+        sizes = {name: size for name, size in sizes.items() if name.startswith(prefix) or name.endswith(HEAD)}
+    return sum(size for name, size in sizes.items() if not name.startswith(DRAFTING)) or None
 
 
 def estimated_parameters(spec: GenericSpec) -> int:

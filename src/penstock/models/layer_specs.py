@@ -18,6 +18,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "mlp.shared_expert"
+    shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the first is gate and up in one
     shared_gate: str = "mlp.shared_expert_gate"
 
 

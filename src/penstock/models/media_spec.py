@@ -42,18 +42,27 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if str(text["model_type"]).startswith("gemma3") and "head_dim" not in text:
         return None
-    tied = config.get("tie_word_embeddings")
-    return {**text, **({} if tied is None else {"tie_word_embeddings": tied})}
+    return {**text, **_tied(config)}
 
 
 def media_text_config(files: ModelFiles) -> dict[str, Any]:
-    text = text_part(files.config)
-    if text is None:
-        from penstock.foreign.pretrained import image_text_class
-
-        text = text_part(image_text_class(files)[1].to_dict())
-        assert text is not None, "the library's config is whole"
+    text = text_part(files.config) or text_part({"text_config": library_text_config(files)})
+    assert text is not None, "the library's config is whole"
     return text
+
+
+def library_text_config(files: ModelFiles) -> dict[str, Any]:
+    """The decoder's config as the library completes it."""
+    from penstock.foreign.pretrained import image_text_class
+
+    config = image_text_class(files)[1]
+    return config.get_text_config().to_dict() | _tied(config.to_dict())
+
+
+def _tied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the head is the embeddings is said beside the parts, and holds over what the text part says."""
+    tied = config.get("tie_word_embeddings")
+    return {} if tied is None else {"tie_word_embeddings": tied}
 
 
 def media_decoder_spec(files: ModelFiles) -> DecoderSpec:
