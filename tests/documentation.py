@@ -112,8 +112,8 @@ def lay_out(folder: Path) -> None:
     from penstock.models.files import resolve
 
     (folder / "examples").mkdir()
-    for text in EXAMPLES.glob("*.txt"):
-        shutil.copy(text, folder / "examples")
+    for path in (*EXAMPLES.glob("*.txt"), *EXAMPLES.glob("*.jsonl")):
+        shutil.copy(path, folder / "examples")
     for name in ("plan.png", "photo.jpg"):
         Image.new("RGB", (40, 30), "red").save(folder / name)
     for model in ("my-model", "my-vision-model", "path/to/model"):

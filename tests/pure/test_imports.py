@@ -25,6 +25,7 @@ ALLOWED = {
     "proof": {"foreign", "lanes.lane", "models", "attention", "cache.storage"},
     "lanes": {"proof", "foreign", "models", "attention", "kernels", "cache.storage", "plan"},
     "attached": {"proof", "foreign", "models", "plan"},
+    "batch": set(),
     "trace": {"plan"},
     "engine": {
         "trace",
@@ -62,6 +63,7 @@ ALLOWED = {
         "plan",
     },
     "cli": {
+        "batch",
         "bench",
         "simulate",
         "doctor",
@@ -82,6 +84,7 @@ EXCEPTIONS |= {
 NO_TORCH = [
     "prompt",
     "plan",
+    "batch",
     "trace",
     "schedule",
     "cache/blocks.py",

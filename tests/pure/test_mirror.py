@@ -19,6 +19,9 @@ MODULES = sorted(
 )
 # Modules that can be told apart in the code and not in what they do.
 TOGETHER = {
+    "batch/answers.py": "test_batch.py",
+    "batch/lines.py": "test_batch.py",
+    "batch/run.py": "test_batch.py",
     "cache/prefix.py": "test_blocks.py",
     "models/families.py": "test_spec.py",
     "models/gguf.py": "test_files.py",

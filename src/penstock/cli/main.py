@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.batch import batch
 from penstock.cli.bench import bench
 from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
@@ -28,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
-for command in (run, chat, serve, plan, doctor, trace):
+for command in (run, chat, serve, batch, plan, doctor, trace):
     app.command(cls=HintedCommand)(command)
 
 
