@@ -33,10 +33,10 @@ To call one, write <tool_call>
 {% endif %}"""
 
 
-def save_tiny_chat_model(folder: Path) -> None:
+def save_tiny_chat_model(folder: Path, template: str = TEMPLATE) -> None:
     backend = tokenizer_from_gguf(resolve(DEFAULT_MODEL).gguf.metadata).backend
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    settings = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

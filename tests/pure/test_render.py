@@ -455,3 +455,13 @@ def test_truncated_and_mutated_templates_raise_only_our_errors():
             assert parts[0] + CHAT[2]["content"] + parts[1] == rendered
             outcomes.add("split")
     assert outcomes == {"rendered", "split", "InvalidModelFile", "InvalidPrompt"}
+
+
+def test_a_template_has_the_knobs_that_it_reads_and_nobody_else_sets():
+    source = (
+        "{{ bos_token }}{% set own = 1 %}{% for m in messages %}{{ m.content }}{{ own }}{% endfor %}"
+        "{{ strftime_now('%d') }}"
+        "{% if enable_thinking is defined and not enable_thinking %}{{ effort | default('low') }}{% endif %}"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert ChatTemplate(source, special_tokens={"bos_token": "<s>"}).knobs == {"enable_thinking", "effort"}

@@ -17,7 +17,8 @@ TIMES = (*TIMEOUTS, "drain_timeout_s")
 
 @with_settings(
     {
-        "model": ("host", "port"),
+        "model": ("name",),
+        "alias": ("host", "port"),
         "api_key": ("share_prefixes",),
         "cors_origin": (*SHARING, "max_prompt_tokens"),
         "max_body_mib": (*TIMES, *CONNECTIONS, *ENGINE),
@@ -25,6 +26,9 @@ TIMES = (*TIMEOUTS, "drain_timeout_s")
 )
 def serve(
     model: Model = DEFAULT_MODEL,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Another name that the model answers to; may be given several times.")
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="A key that requests must bring; may be given several times.", envvar="PENSTOCK_API_KEY"),
@@ -48,6 +52,7 @@ def serve(
 
     asked = ServerSettings(
         model=model,
+        aliases=tuple(alias or ()),
         api_keys=tuple(api_key or ()),
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),

@@ -37,6 +37,7 @@ SHARING = {
     "max_waiting_tokens": "Most prompt tokens in the queue.",
 }
 SERVER = {
+    "name": "What clients call the model; the name of its file or folder unless given.",
     "host": "Where to listen; 0.0.0.0 is reachable from other machines.",
     "port": "The port; 0 takes a free one.",
     "share_prefixes": "Let API keys find what was read for each other, which shows in times.",

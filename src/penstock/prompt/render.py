@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from penstock.errors import InvalidModelFile, InvalidPrompt, first_line
@@ -11,6 +12,7 @@ from penstock.prompt.sandbox import Budget, Inspected, Opaque, Sandbox, concat, 
 _STEPS, _STEPS_PER_VALUE = 300_000, 200
 _CHARACTERS, _COPIES_OF_INPUT = 8 << 20, 64
 _MAX_SOURCE_CHARACTERS = 1 << 20
+_GIVEN = ("messages", "tools", "add_generation_prompt")
 
 # Trimming, escaping, quoting and changing case all alter it, so that it comes out whole only if it was just printed.
 _SENTINEL = " \n\t <&>\"'\\{{ Penstock's content: Ünïque \u2028 }}\t\n "
@@ -26,12 +28,18 @@ class ChatTemplate:
                 "Give a shorter one."
             )
         self._special_tokens = dict(special_tokens)
+        self._source = source
         try:
             self._template = Sandbox().template(source)
         except Exception as error:  # the template is foreign code, and so may be what is wrong with it
             raise InvalidModelFile(
                 f"The chat template does not compile: {first_line(error, 300)}. Mend it, or give another one."
             ) from error
+
+    @cached_property
+    def knobs(self) -> frozenset[str]:
+        """Names the variables that the template reads and that whoever asks may set."""
+        return Sandbox().variables(self._source) - {*_GIVEN, *self._special_tokens}
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import wraps
 from typing import Any, NoReturn
 
-from jinja2 import Template, nodes
+from jinja2 import Template, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -352,6 +352,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def template(self, source: str) -> Template:
         hooked = _Hooks().visit(self.parse(source))
         return Template.from_code(self, self.compile(hooked), self.make_globals(None))
+
+    def variables(self, source: str) -> frozenset[str]:
+        return frozenset(meta.find_undeclared_variables(self.parse(source))) - self.globals.keys()
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(list(counted(arg)) if isinstance(arg, Iterator) else arg for arg in args)

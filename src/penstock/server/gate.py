@@ -87,7 +87,7 @@ class Gate:
         # Every key is compared, each in constant time: nothing is learned from how long it takes.
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if not any(matches):
-            message = "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'."
+            message = "The API key is missing or wrong. Send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise Refused(message, status=401)
 
     def _bounded(self, receive: Receive) -> Receive:
@@ -118,9 +118,9 @@ class Gate:
 
 
 def _key(headers: Headers) -> str:
-    """Reads the key that a request brings; empty where it brings none."""
+    """Reads the key that a request brings, as OpenAI's clients send it or Anthropic's; empty where it brings none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
 
 def _digest(key: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,17 +39,25 @@ class Version(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """Describes a model to clients of OpenAI's API, and in its last fields to those of Anthropic's."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "penstock"
     max_model_len: int
     lane: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: datetime
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 @router.head("/health", include_in_schema=False)
@@ -68,12 +77,15 @@ async def version() -> Version:
 
 @router.get("/v1/models")
 async def models(request: Request) -> ModelList:
-    return ModelList(data=[_card(Service.of(request, None))])
+    service = Service.of(request, None)
+    cards = [_card(service, name) for name in (service.name, *service.settings.aliases)]
+    return ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> ModelCard:
-    return _card(Service.of(request, name))
+    service = Service.of(request, name)
+    return _card(service, name if name in service.settings.aliases else service.name)
 
 
 @router.get("/metrics", response_class=Response)
@@ -81,15 +93,18 @@ async def metrics(request: Request) -> Any:
     return Response(request.app.state.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
+@router.head("/", include_in_schema=False)  # by which some agents see whether anybody is there
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def page() -> HTMLResponse:
     return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service, name: str) -> ModelCard:
     engine = service.engine.engine
     return ModelCard(
-        id=service.settings.model,
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(service.started_at, UTC),
         created=service.started_at,
         max_model_len=engine.scheduler.capacity,
         lane=engine.lane.id,

@@ -100,7 +100,7 @@ async def _serve(settings: ServerSettings, config: EngineConfig) -> int:
         server.should_exit = True
     elif loading.done() and server.servers:
         port = server.servers[0].sockets[0].getsockname()[1]
-        print(f"Serving {settings.model} at http://{settings.host}:{port}", file=sys.stderr, flush=True)
+        print(f"Serving {settings.served_name} at http://{settings.host}:{port}", file=sys.stderr, flush=True)
     await serving
     if failure is not None:
         raise failure

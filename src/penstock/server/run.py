@@ -68,6 +68,7 @@ class Run:
         self.engine = service.engine.engine
         self.choices: list[Choice] = []
         self._request = request
+        self._headers: dict[str, str] = {}
         self._steps = service.engine
         self._follower = self._steps.follower(self._end_lost)
         self._choice_by_id: dict[int, Choice] = {}
@@ -114,15 +115,24 @@ class Run:
             raise
         self._num_open, self._num_prompt_tokens = num_choices, lengths[0]
 
+    def report(self, what: str, values: Sequence[str]) -> None:
+        """Tells of something that was left out, in the log and in a header of the answer."""
+        self.facts[what] = list(values)
+        self._headers[f"x-penstock-{what.replace('_', '-')}"] = ", ".join(values)
+
     async def respond(self, shape: Shape, *, is_streamed: bool | None = False) -> Response:
         """Sends the answer as it comes or in one piece. Its end, whatever it is, ends the run."""
         if is_streamed:
-            return EventStream(self._events(shape), self._request, self.close)
+            return EventStream(self._events(shape), self._request, self.close, headers=self._headers)
         try:
             answer = await _unless_disconnected(self._request, self._whole(shape))
         finally:
             self.close()
-        return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else JSONResponse(answer)
+        return (
+            Response(status_code=CLIENT_CLOSED_REQUEST)
+            if answer is None
+            else JSONResponse(answer, headers=self._headers)
+        )
 
     async def _events(self, shape: Shape) -> AsyncIterator[bytes]:
         yield shape.begin()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from penstock.server.metrics import Metrics
 from penstock.server.openai.chat_asks import GivenMessage
 from penstock.server.problems import Refused
 from penstock.server.settings import ServerSettings
+from penstock.server.turns import fitted, turn_rules
 
 TOLD_AGAIN = 1.01  # a peak above the budget is logged again when it has grown by this
 log = logging.getLogger("penstock.server")
@@ -31,6 +33,7 @@ class Service:
     def __init__(self, settings: ServerSettings, config: EngineConfig) -> None:
         self.settings = settings
         self.config = config
+        self.name = settings.served_name
         self.started_at = int(time.time())
         self.board = Board()
         self.metrics = Metrics()
@@ -42,8 +45,10 @@ class Service:
     def of(cls, request: Request, model: str | None) -> Service:
         """Returns the service that a request came to, and refuses a model that it does not serve."""
         service: Service = request.app.state.service
-        if model is not None and model != service.settings.model:
-            raise Refused(f"The model {model!r} is not served here; {service.settings.model!r} is.", status=404)
+        # What the command line was given is a name too; it is told to nobody, since it may be a path.
+        known = (service.name, *service.settings.aliases, service.settings.model)
+        if model is not None and model not in known:
+            raise Refused(f"The model {model!r} is not served here; {service.name!r} is.", status=404)
         return service
 
     async def load(self) -> None:
@@ -51,10 +56,10 @@ class Service:
         engine = await asyncio.to_thread(self._loaded)
         engine.on_plan = self.board.take_plan
         engine.on_step = self._take_step
-        self.metrics.describe(self.settings.model, engine, self.board)
+        self.metrics.describe(self.name, engine, self.board)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
-        log.info("ready", extra={"model": self.settings.model, "lane": engine.lane.id, "seconds": seconds})
+        log.info("ready", extra={"model": self.name, "lane": engine.lane.id, "seconds": seconds})
 
     @property
     def is_draining(self) -> bool:
@@ -67,7 +72,7 @@ class Service:
     @property
     def engine(self) -> AsyncEngine:
         if self._engine is None:
-            raise Refused(f"The model {self.settings.model} is being loaded. Try again soon.", status=503)
+            raise Refused(f"The model {self.name} is being loaded. Try again soon.", status=503)
         if self.is_draining:
             raise EngineClosed("The server is shutting down and takes no more requests.")
         return self._engine
@@ -78,8 +83,10 @@ class Service:
         return await asyncio.to_thread(lambda: [encode(one) if isinstance(one, str) else one for one in prompts])
 
     def messages(self, given: Sequence[GivenMessage]) -> list[dict[str, Any]]:
-        """Returns messages as templates know them; an image that is too large is refused."""
-        return [message.for_template(self.settings.max_image_bytes) for message in given]
+        """Returns messages as the template takes them; an image that is too large is refused."""
+        template = self.engine.engine.prompts.template
+        found = [message.for_template(self.settings.max_image_bytes) for message in given]
+        return found if template is None else fitted(found, turn_rules(template))
 
     async def drain(self) -> None:
         """Nothing new is taken; what runs may end by itself until the time for that is over, and is ended then."""
@@ -106,7 +113,8 @@ class Service:
             log.warning(f"over budget: {over}", extra={"peak_bytes": peak_bytes, "budget_bytes": self.config.memory})
 
     def _loaded(self) -> Engine:
-        engine = Engine(load_model(self.settings.model, self.config), trace=self.settings.trace)
+        model = replace(load_model(self.settings.model, self.config), name=self.name)
+        engine = Engine(model, trace=self.settings.trace)
         engine.warm_up()
         engine.record()
         return engine

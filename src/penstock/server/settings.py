@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import MIB
 from penstock.errors import InvalidSetting
 
+NAME = re.compile(r"[!-~]{1,128}")
 TIMEOUTS = ("request_timeout_s", "keep_alive_s", "body_timeout_s", "whole_body_timeout_s", "header_timeout_s")
 CONNECTIONS = ("max_connections", "max_connections_per_client")
+
+
+def name_of(model: str) -> str:
+    """Names a model after its file or its folder; one that is no path keeps its name."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name or "model"
+    return path.stem if path.is_file() else model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     model: str
+    name: str | None = None  # as clients know the model; None: that of its file or folder
+    aliases: tuple[str, ...] = ()  # other names that it answers to
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # none: everybody who reaches the port may ask
@@ -35,7 +47,14 @@ class ServerSettings:
     trace: Path | None = None  # written when the server ends
     keep_alive_s: float = 10.0  # a comment is sent when nothing else was for so long
 
+    @property
+    def served_name(self) -> str:
+        return self.name or name_of(self.model)
+
     def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if name is not None and not NAME.fullmatch(name):
+                raise InvalidSetting(f"A name of the model is {name!r}; give 1 to 128 visible characters.")
         for name in ("max_body_bytes", "max_image_bytes", "max_choices", "max_prompt_tokens", *CONNECTIONS):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1.")

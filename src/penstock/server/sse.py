@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import to_json
@@ -33,11 +34,17 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncIterator[bytes], request: Request, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        request: Request,
+        close: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._parts = parts
         self._request = request
         self._close = close
-        super().__init__(self._guarded(), headers=HEADERS)
+        super().__init__(self._guarded(), headers={**HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -21,6 +21,13 @@ Texts = (
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
+
+
+def text_or_items(value: Any) -> Literal["text", "items"]:
+    """Tells a text from a list by its type, so that a mistake in an item is told as one."""
+    return "text" if isinstance(value, str) else "items"
+
+
 MAX_DEPTH = 64
 _SAMPLED = {field.name for field in fields(SamplingParams)}
 
@@ -64,14 +71,36 @@ class Ask(BaseModel):
 
 
 class InertFields(Ask):
-    """Who asks and how it is filed; none of it reaches the model."""
+    """Who asks, how it is filed and what another server should keep; none of it reaches the model."""
 
     user: str | None = None
     metadata: JsonObject | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    client_metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    cache_control: JsonObject | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(BaseModel):
+    """How much the model should think, where its template has a knob for it; what else is asked for is left out."""
+
+    effort: str | None = None
+
+
+class OtherTool(BaseModel):
+    """A tool of a type that only another server has; it is left out of the prompt, and that is reported."""
+
+    type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
+
+
+def tool_kind(tool: Any) -> Literal["function", "other"]:
+    """Tells tools apart by their type, so that a mistake in a function is told as one."""
+    given = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "other" if isinstance(given, str) and given != "function" else "function"
 
 
 class StreamOptions(Ask):

@@ -9,29 +9,41 @@ import re
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.request import SamplingParams
-from penstock.server.openai.asks import MAX_DEPTH, Ask, JsonObject, SamplingFields, shallow
+from penstock.server.openai.asks import (
+    MAX_DEPTH,
+    Ask,
+    JsonObject,
+    OtherTool,
+    Reasoning,
+    SamplingFields,
+    shallow,
+    tool_kind,
+)
 
 MAX_TOOLS = 128
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
 
 class GivenText(Ask):
     type: Literal["text"]
     text: str
+    cache_control: JsonObject | None = None
 
 
 class ImageUrl(Ask):
     url: str
-    detail: Literal["auto"] | None = None
+    detail: str | None = None
 
 
 class ImagePart(Ask):
     type: Literal["image_url"]
     image_url: ImageUrl
+    cache_control: JsonObject | None = None
 
 
 class GivenFunction(Ask):
@@ -52,6 +64,10 @@ class GivenMessage(Ask):
     name: str | None = None
     tool_calls: list[GivenCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # what the model thought before, for templates that print it again
+    reasoning: str | None = None  # the same, as others call it
+    reasoning_details: list[JsonObject] | None = None
+    cache_control: JsonObject | None = None
 
     @property
     def has_images(self) -> bool:
@@ -72,6 +88,10 @@ class GivenMessage(Ask):
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
             message["tool_calls"] = [_call(call) for call in self.tool_calls]
+        if thoughts := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thoughts
+            if not (self.tool_calls and self.content):  # gpt-oss's template refuses it beside both
+                message["thinking"] = thoughts
         return message
 
 
@@ -112,7 +132,7 @@ def _call(call: GivenCall) -> dict[str, Any]:
 
 
 class Function(Ask):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -125,6 +145,13 @@ class Function(Ask):
 class Tool(Ask):
     type: Literal["function"]
     function: Function
+    cache_control: JsonObject | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}, "cache_control": True})
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(tool_kind)]
 
 
 class ChosenName(Ask):
@@ -168,21 +195,25 @@ class ChatAsk(SamplingFields):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Any:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs go with logprobs: true")
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise ValueError("tool_choice goes with tools")
-        if isinstance(self.tool_choice, ChosenTool):
-            chosen = self.tool_choice.function.name
-            if chosen not in [tool.function.name for tool in self.tools or []]:
-                raise ValueError(f"tool_choice names {chosen!r}, which is not among the tools")
+        if taken := OWN_VARIABLES & (self.chat_template_kwargs or {}).keys():
+            raise ValueError(f"chat_template_kwargs has {min(taken)!r}, which the server sets itself")
+        if self.wants_call and not self.offered_tools:
+            raise ValueError("tool_choice goes with tools that are functions")
+        if isinstance(self.tool_choice, ChosenTool) and not self.callable_functions:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
         if self.schema_of_answer is not None and self.wants_call:
             raise ValueError("response_format and a required tool exclude each other")
         return self
@@ -193,7 +224,20 @@ class ChatAsk(SamplingFields):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else list(self.tools or [])
+        return [] if self.tool_choice == "none" else [tool for tool in self.tools or [] if isinstance(tool, Tool)]
+
+    @property
+    def skipped_tools(self) -> list[str]:
+        """Lists the types of tools that are left out."""
+        return sorted({tool.type for tool in self.tools or [] if isinstance(tool, OtherTool)})
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Gives what the template is told if it asks: how much to think, and what its own variables should be."""
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+        thinks = effort != "none" if self.enable_thinking is None and effort is not None else self.enable_thinking
+        given = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 
     @property
     def wants_call(self) -> bool:

@@ -15,6 +15,8 @@ from penstock.server.run import Run
 
 async def converse(run: Run, ask: ChatAsk) -> None:
     """Starts the choices of a chat, with a reader for the calls that each may write."""
+    if ask.skipped_tools:
+        run.report("skipped_tools", ask.skipped_tools)
     prompt, form = await asyncio.to_thread(_prompt, run, ask)
     await run.start(
         [prompt],
@@ -37,10 +39,12 @@ def _prompt(run: Run, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], C
         if ask.offered_tools:
             raise InvalidPrompt("Tools beside an image-text model are not read. Leave the tools out.")
         return messages, None
+    known = reader.template.knobs if reader.template else frozenset()
+    knobs = {name: value for name, value in ask.knobs.items() if name in known}
     if not ask.offered_tools:
-        return reader.message_tokens(messages), None
-    tools = [tool.model_dump(exclude_none=True) for tool in ask.offered_tools]
-    return reader.message_tokens(messages, tools=tools), call_format(reader)
+        return reader.message_tokens(messages, **knobs), None
+    tools = [tool.for_template() for tool in ask.offered_tools]
+    return reader.message_tokens(messages, tools=tools, **knobs), call_format(reader)
 
 
 def _grammar(ask: ChatAsk, form: CallFormat | None) -> str | None:

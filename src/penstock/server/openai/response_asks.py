@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from penstock.server.openai.asks import Ask, ChunkSize, InertFields, JsonObject
+from penstock.server.openai.asks import (
+    Ask,
+    ChunkSize,
+    InertFields,
+    JsonObject,
+    OtherTool,
+    Reasoning,
+    StreamOptions,
+    text_or_items,
+    tool_kind,
+)
 from penstock.server.openai.chat_asks import ChatAsk
 
 
-class InputText(Ask):
+class GivenItem(BaseModel):
+    """Something said before, as clients keep it; what no model reads of it, such as ids, is left out."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class InputText(GivenItem):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -18,49 +34,93 @@ class InputText(Ask):
         return {"type": "text", "text": self.text}
 
 
-class InputImage(Ask):
+class InputImage(GivenItem):
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto"] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-class InputMessage(Ask):
+Content = str | list[InputText | InputImage]
+
+
+class InputMessage(GivenItem):
     type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | InputImage]
-    id: str | None = None
-    status: str | None = None
+    content: Content
 
     def for_chat(self) -> dict[str, Any]:
-        is_text = isinstance(self.content, str)
-        return {"role": self.role, "content": self.content if is_text else [part.for_chat() for part in self.content]}
+        return {"role": self.role, "content": _chat_content(self.content)}
 
 
-class GivenCallItem(Ask):
+class ReasoningText(GivenItem):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(GivenItem):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": "assistant", "reasoning_content": "".join(part.text for part in self.content or [])}
+
+
+class GivenCallItem(GivenItem):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
     def for_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
 
 
-class CallOutputItem(Ask):
+class CallOutputItem(GivenItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
-    id: str | None = None
-    status: str | None = None
+    output: Content
 
     def for_chat(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _chat_content(self.output)}
+
+
+class OtherItem(OtherTool):
+    """Something that only another server makes; it is left out of the prompt, and that is reported."""
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, value: str) -> str:
+        if value == "item_reference":
+            raise ValueError("items are not kept one by one; send the item itself, or previous_response_id")
+        return value
+
+
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+
+
+def _item_kind(item: Any) -> str:
+    given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if given is None:
+        return "message"
+    return given if given in ITEM_TYPES else "other"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[GivenCallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_item_kind),
+]
+
+
+Input = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1), Tag("items")], Discriminator(text_or_items)
+]
 
 
 class FunctionTool(Ask):
@@ -72,6 +132,11 @@ class FunctionTool(Ask):
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(tool_kind)
+]
 
 
 class NamedTool(Ask):
@@ -100,21 +165,26 @@ class TextFormat(Ask):
 
 class TextOptions(Ask):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
 class ResponseAsk(InertFields):
     model: str
-    input: str | Annotated[list[InputMessage | GivenCallItem | CallOutputItem], Field(min_length=1)]
+    input: Input
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = 1.0
     top_p: float | None = 1.0
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: JsonObject | None = None
+    stream_options: StreamOptions | None = None
     background: Literal[False] | None = None
     chunk_size: ChunkSize = None
     stream: bool | None = False
@@ -129,11 +199,15 @@ class ResponseAsk(InertFields):
             "top_p": self.top_p,
             "chunk_size": self.chunk_size,
             "stream": self.stream,
-            "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
+            "tools": [tool.for_chat() if isinstance(tool, FunctionTool) else {"type": tool.type} for tool in self.tools]
+            if self.tools
+            else None,
             "tool_choice": {"type": "function", "function": {"name": choice.name}}
             if isinstance(choice, NamedTool)
             else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
+            "chat_template_kwargs": self.chat_template_kwargs,
             "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
         }
         return ChatAsk.model_validate(asked)
@@ -142,4 +216,28 @@ class ResponseAsk(InertFields):
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
-        return [*first, *(item.for_chat() for item in self.input)]
+        return turns_of([*first, *(item.for_chat() for item in self.input if not isinstance(item, OtherItem))])
+
+    @property
+    def skipped_items(self) -> list[str]:
+        """Lists the types of input items that are left out."""
+        items = [] if isinstance(self.input, str) else self.input
+        return sorted({item.type for item in items if isinstance(item, OtherItem)})
+
+
+def turns_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins what the assistant did in one turn (it thought, said something, called) as the model once wrote it."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        last = turns[-1] if turns else {}
+        if message["role"] == last.get("role") == "assistant" and not last.keys() & message.keys() & {"content"}:
+            calls = [*(last.get("tool_calls") or ()), *(message.get("tool_calls") or ())]
+            thoughts = (last.get("reasoning_content") or "") + (message.get("reasoning_content") or "")
+            turns[-1] = last | message | {"tool_calls": calls or None, "reasoning_content": thoughts or None}
+        else:
+            turns.append(message)
+    return [turn for turn in turns if turn.get("content") is not None or turn.get("tool_calls")]
+
+
+def _chat_content(content: Content) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.for_chat() for part in content]

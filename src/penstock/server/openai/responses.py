@@ -93,6 +93,8 @@ async def responses(ask: ResponseAsk, request: Request) -> Response:
     except ValidationError as error:
         raise Refused(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
     run = Run(service, request)
+    if ask.skipped_items:
+        run.report("skipped_items", ask.skipped_items)
     await converse(run, chat_ask)
     return await run.respond(CreatedResponse(ask, run), is_streamed=ask.stream)
 
