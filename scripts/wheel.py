@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "penstock"
 WITHOUT = {"__pycache__", ".ruff_cache", ".pytest_cache"}
-MUST_HAVE = ("py.typed", "server/page.html", "kernels/attend.c", "kernels/vectors.h")
+MUST_HAVE = ("py.typed", "server/page.html", "kernels/attend.c", "kernels/avx2/registers.h")
 QUESTION = ["run", "-p", "What is the capital of France?", "--max-tokens", "8", "--json"]
 
 

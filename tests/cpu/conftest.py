@@ -14,12 +14,25 @@ from penstock.config import load_config
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.foreign.processor import MediaProcessor
+from penstock.kernels import build
+from penstock.plan.machine import cpu_flags
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Tests run side by side, and threads that wait for each other take their processors away."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[one.id for one in build.INSTRUCTIONS if one.needed <= cpu_flags()])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The C kernels for each kind of instructions that this processor has, one after another."""
+    if not build.can_run(request.param):
+        pytest.skip(build.found(request.param).reason)
+    monkeypatch.setenv("PENSTOCK_CPU_KERNELS", request.param)
+    build.use(request.param)
+    yield request.param
+    build.use("auto")
 
 
 Tiny = Callable[[str], tuple[Path, PreTrainedModel]]  # the name of a tiny model -> (its folder, the transformers model)

@@ -15,7 +15,7 @@ from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
 from penstock.kernels import build
 
-pytestmark = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
+pytestmark = pytest.mark.usefixtures("compiled")
 
 TOLERANCE = 0.02  # values are about 1, and bfloat16 has 8 bits
 RULES = {
@@ -28,13 +28,6 @@ RULES = {
 }
 CHUNKS = [(0, 1), (0, 2), (0, 37), (99, 100), (64, 128), (63, 65), (70, 75), (300, 361), (1200, 1201), (600, 831)]
 STREAMS = [(130, 131), (520, 521), (40, 41), (0, 1), (1023, 1024), (7, 60), (255, 256), (256, 257)]
-
-
-@pytest.fixture(autouse=True)
-def compiled():
-    build.use("auto")
-    yield
-    build.use("auto")
 
 
 def attended(chunks, rule=RULES["causal"], layout="one run", *sizes, sinks=None):

@@ -11,14 +11,9 @@ from penstock.kernels.calls import c_kernels
 from penstock.models.cpu_layers import multiply
 from penstock.models.layers import Linear, RmsNorm, gated_activation, wide_product
 
-pytestmark = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
+pytestmark = pytest.mark.usefixtures("compiled")
 
 ULP = 2**-8  # relative; half of it is rounding
-
-
-@pytest.fixture(autouse=True)
-def compiled():
-    build.use("auto")
 
 
 def random(*shape, seed=0):
@@ -78,6 +73,19 @@ def test_a_product_of_more_rows_than_are_turned_at_once():
     x, weight = random(1030, 96, seed=3), random(130, 96)
     found = multiply(c_kernels(), x, weight, None)
     assert_rounded(found, x.double() @ weight.double().T, scale=0.1)
+
+
+@pytest.mark.parametrize("num_in", [8, 96, 1025])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(num_in, compiled):
+    if not build.found(compiled).instructions.multiplies_all:
+        pytest.skip("few rows are added up in another order there than many")
+    x, weight = random(400, num_in, seed=3), random(130, num_in)
+    together = wide_product(x, weight)
+    for count in (1, 2, 3, 7, 16, 17, 64, 193, 300):
+        assert torch.equal(wide_product(x[:count], weight), together[:count]), f"{count} rows"
+        assert torch.equal(wide_product(x[-count:], weight), together[-count:]), f"the last {count} rows"
+    torch.set_num_threads(2)
+    assert torch.equal(wide_product(x, weight), together), "of two threads"
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 100])

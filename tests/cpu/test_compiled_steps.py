@@ -5,16 +5,9 @@ import torch
 from logit_recorder import LogitRecorder
 from tiny_models import prompt
 
-from penstock.kernels import build
-
-pytestmark = pytest.mark.skipif(build.kernels().library is None, reason=build.kernels().reason)
+pytestmark = pytest.mark.usefixtures("compiled")
 
 PROMPTS = [prompt(130), prompt(45)[7:20], prompt(45)[:3]]
-
-
-@pytest.fixture(autouse=True)
-def compiled():
-    build.use("auto")
 
 
 def logits_of(engine):

@@ -37,6 +37,12 @@ def test_the_dtype_is_the_checkpoints_where_that_is_fast():
     assert choose_dtype("auto", {"dtype": "bfloat16"}) == ("bfloat16" if has_fast_bfloat16() else "float32")
 
 
+def test_kernels_for_all_of_a_model_make_bfloat16_fast():
+    assert choose_dtype("auto", {"dtype": "bfloat16"}, has_kernels=lambda: True) == "bfloat16"
+    assert choose_dtype("auto", {"dtype": "float32"}, has_kernels=lambda: True) == "float32"
+    assert choose_dtype("auto", {"dtype": "bfloat16"}, "mps", lambda: True) == "float32"
+
+
 def test_what_others_hold_of_a_card_is_not_our_runtime():
     alone = DeviceMemory(total_bytes=80 * GIB, free_bytes=80 * GIB - GIB // 2)
     shared = DeviceMemory(total_bytes=80 * GIB, free_bytes=40 * GIB)

@@ -46,6 +46,11 @@ def test_a_healthy_machine_has_nothing_to_mend():
     )
 
 
+def test_kernels_for_it_are_as_good_as_bfloat16_instructions():
+    facts = dataclasses.replace(HEALTHY, flags=frozenset({"avx2", "fma", "f16c"}))
+    assert {diagnosis.status for diagnosis in diagnose_machine(facts)} == {Severity.GOOD}
+
+
 @pytest.mark.parametrize(
     ("changes", "topic", "status", "found", "remedy"),
     [
@@ -54,7 +59,13 @@ def test_a_healthy_machine_has_nothing_to_mend():
         ({"num_threads": 64}, "threads", "problem", "64 threads on 8", "--threads 8"),
         ({"num_threads": 2}, "threads", "note", "2 of 8", "--threads 8"),
         ({"load": 7.0}, "load", "note", "7.0 processes share 8", "quiet"),
-        ({"flags": frozenset({"avx2"})}, "processor", "note", "no bfloat16", "smaller"),
+        (
+            {"flags": frozenset({"avx2"})},
+            "processor",
+            "note",
+            "no bfloat16",
+            "smaller",
+        ),  # without FMA there are no kernels
         ({"has_driver": True}, "GPU", "problem", "build for CPUs", "CUDA"),
         ({"has_driver": True, "torch_is_cpu_build": False}, "GPU", "problem", "gives no GPU", "nvidia-smi"),
         (

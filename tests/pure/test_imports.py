@@ -18,7 +18,7 @@ ALLOWED = {
     "plan": set(),
     "schedule": {"plan", "cache.blocks", "cache.prefix", "cache.states"},
     "cache": set(),
-    "kernels": set(),
+    "kernels": {"plan"},
     "attention": {"kernels", "cache.storage", "plan"},
     "models": {"kernels", "attention", "cache.storage", "plan"},
     "foreign": {"models", "attention", "cache.storage", "plan"},

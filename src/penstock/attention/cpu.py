@@ -111,7 +111,7 @@ class CpuAttention:
         self._inputs: ForwardInputs | None = None
         self._runs: list[tuple[SlotRun, ...]] = []  # of the step's chunks, made when torch first needs them
         self.compiled = make_compiled(storage, block_size)  # None: torch attends
-        self.name = "torch" if self.compiled is None else "C kernels"
+        self.name = "torch" if self.compiled is None else self.compiled.name
         self.has_flash = storage.device.type == "cpu"  # torch's kernel that gives log-sum-exps is for processors
 
     def begin_step(self, inputs: ForwardInputs) -> None:

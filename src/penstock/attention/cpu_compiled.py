@@ -28,6 +28,7 @@ class CompiledAttention:
     """What CpuAttention calls where `make_compiled` gave one."""
 
     def __init__(self, kernels: CKernels, storage: KvStorage, block_size: int) -> None:
+        self.name = f"C kernels, {kernels.instructions.name}"
         self._storage = storage
         self._library = kernels.library
         _, num_kv_heads, head_size = storage.keys[0].shape

@@ -8,9 +8,10 @@ from penstock.config import EngineConfig
 from penstock.document import Document
 from penstock.kernels import build
 from penstock.lanes.lane import Claim, LaneFacts
+from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
 from penstock.models.files import resolve
-from penstock.plan.devices import cuda_memory
+from penstock.plan.devices import choose_dtype, cuda_memory
 from penstock.proof.verdict import Verdict, judged
 
 
@@ -53,14 +54,16 @@ def examine(model: str, config: EngineConfig, *, rerun: bool = False) -> Examina
         claims={kind.id: kind.claim(place.files.config) for kind in LANES.values()},
         verdict=verdict,
         was_kept=was_kept,
-        kernels=cpu_kernels(config, place.dtype) if place.device == "cpu" else None,
+        kernels=cpu_kernels(place) if place.device == "cpu" else None,
     )
 
 
-def cpu_kernels(config: EngineConfig, dtype: str) -> CpuKernels:
+def cpu_kernels(place: Place) -> CpuKernels:
     """Compiles them where they are not kept yet."""
-    if dtype != "bfloat16":
-        return CpuKernels(compiled=False, reason=f"the compiled ones are for bfloat16, not {dtype}")
-    build.use(config.cpu_kernels)
-    found = build.kernels()
+    found = build.found(place.config.cpu_kernels)
+    # Where they cannot run, their absence may be why the model is computed in float32.
+    runs_in_c = LANES[place.lane.id].claim(place.files.config).runs_in_c
+    dtype = choose_dtype(place.config.dtype, place.files.config, has_kernels=lambda: runs_in_c)
+    if place.dtype != "bfloat16" and dtype != "bfloat16":
+        return CpuKernels(compiled=False, reason=f"the compiled ones are for bfloat16, not {place.dtype}")
     return CpuKernels(compiled=found.library is not None, reason=found.reason)

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from penstock.config import GIB, HOPPER, EngineConfig
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem
+from penstock.kernels.build import INSTRUCTIONS
 from penstock.plan.devices import DeviceMemory, cuda_memory
 from penstock.plan.machine import MachineMemory, cpu_flags, machine_memory, num_physical_cores, processor_name
 from penstock.trace.environment import installed
@@ -136,7 +137,7 @@ def _processor(facts: MachineFacts) -> Diagnosis:
     ]
     names = ", ".join(found) or "no vector instructions that are known"
     finding = f"{facts.processor}: {names}"
-    if "bfloat16" not in found:
+    if "bfloat16" not in found and not any(kernels.needed <= facts.flags for kernels in INSTRUCTIONS):
         remedy = "Weights are held in float32, twice as large: take a smaller model, or --dtype bfloat16 to save memory"
         return note("processor", f"{finding}; no bfloat16 instructions", remedy)
     return good("processor", finding)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.config import GIB, EngineConfig
 from penstock.doctor.diagnosis import Diagnosis, Severity, good, note, refused
-from penstock.doctor.examination import Examination, examine
+from penstock.doctor.examination import CpuKernels, Examination, examine
 from penstock.engine.loading import chat_template, load_tokenizer
 from penstock.engine.planning import plan_model
 from penstock.errors import PenstockError
@@ -104,8 +104,8 @@ def _lane(found: Examination) -> Iterator[Diagnosis]:
         yield good("exactness", f"{kept}; {verdict.reason}")
         yield from _part("pictures", verdict.picture)
         yield from _part("weights", verdict.real_weights)
-    if found.kernels is not None and found.dtype == "bfloat16":
-        yield _kernels(found)
+    if found.kernels is not None:
+        yield from _kernels(found.kernels, found.dtype)
 
 
 def _part(name: str, finding: Finding | None) -> Iterator[Diagnosis]:
@@ -113,11 +113,10 @@ def _part(name: str, finding: Finding | None) -> Iterator[Diagnosis]:
         yield good("exactness", f"{name}: {finding.reason}")
 
 
-def _kernels(found: Examination) -> Diagnosis:
-    kernels = found.kernels
-    assert kernels is not None
+def _kernels(kernels: CpuKernels, dtype: str) -> Iterator[Diagnosis]:
     if kernels.compiled:
-        return good("attention", f"C kernels, {kernels.reason}")
+        yield good("attention", f"C kernels, {kernels.reason}")
+        return
     remedies = {
         "switched off": "Leave cpu_kernels out of the settings (PENSTOCK_CPU_KERNELS, penstock.toml)",
         "there is no C compiler": NO_COMPILER,
@@ -125,9 +124,11 @@ def _kernels(found: Examination) -> Diagnosis:
         "cannot be kept": "Make the cache folder writable, or name another in XDG_CACHE_HOME",
     }
     remedy = next((way for words, way in remedies.items() if words in kernels.reason), None)
-    if remedy is None:  # another processor or system: torch is what there is
-        return good("attention", f"torch's kernels; {kernels.reason}")
-    return note("attention", f"torch's kernels, which read at about half the speed; {kernels.reason}", remedy)
+    if remedy is not None:
+        finding = f"torch's kernels, which read at about half the speed; {kernels.reason}"
+        yield note("attention", finding, remedy)
+    elif dtype == "bfloat16":  # another processor or system: torch is what there is
+        yield good("attention", f"torch's kernels; {kernels.reason}")
 
 
 def _fit(model: str, config: EngineConfig) -> Diagnosis:

@@ -1,4 +1,4 @@
-/* Attention over pages in bfloat16, with the dot products of AVX-512.
+/* Attention over pages in bfloat16.
  *
  * A work item is one key-value head of some query rows. The query heads that share it are rows of their own, so
  * that each key and value is read once for all of them. Keys are visited in blocks that begin at fixed positions,
@@ -23,9 +23,7 @@ struct cursor {
 int penstock_is_supported(void)
 {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16");
+    return has_instructions();
 }
 
 int64_t penstock_workspace_bytes(void) { return (sizeof(struct scratch) + 63) / 64 * 64; }
@@ -34,7 +32,7 @@ int64_t penstock_workspace_bytes(void) { return (sizeof(struct scratch) + 63) / 
 static int tile_rows_of(const struct attention *a, int chunk)
 {
     int rows = num_tokens_of(a, chunk) * (a->num_heads / a->num_kv_heads), tile = TILE;
-    while (tile > LANES && (rows + tile - 1) / tile * a->num_kv_heads < 4 * a->num_threads)
+    while (tile > LEAST_TILE && (rows + tile - 1) / tile * a->num_kv_heads < 4 * a->num_threads)
         tile /= 2;
     return tile;
 }

@@ -1,6 +1,6 @@
 """The C kernels for CPUs: compiled once on the user's machine and kept in the cache folder.
 
-Torch does the same work wherever there is no compiler, no AVX-512 with bfloat16, or another wish.
+Torch does the same work wherever there is no compiler, no instructions that they are written for, or another wish.
 """
 
 from __future__ import annotations
@@ -20,14 +20,51 @@ from typing import Any
 from cffi import FFI
 
 from penstock.config import cache_folder
+from penstock.plan.machine import cpu_flags
 
 FOLDER = Path(__file__).parent
-SOURCES, HEADERS = sorted(FOLDER.glob("*.c")), sorted(FOLDER.glob("*.h"))
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
-FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"]
 COMPILE_TIMEOUT_S = 120
 
-_is_wanted = True
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instructions:
+    """Instructions that there are kernels for, in a folder beside what all share."""
+
+    id: str  # of the folder, and what the setting `cpu_kernels` calls them
+    name: str
+    needed: frozenset[str]  # as Linux calls what a processor has
+    flags: tuple[str, ...]
+    multiplies_all: bool  # products of any number of rows; torch has its own for bfloat16 otherwise
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted(FOLDER.glob("*.c")) + sorted((FOLDER / self.id).glob("*.c"))
+
+    @property
+    def headers(self) -> list[Path]:
+        return sorted(FOLDER.glob("*.h")) + sorted((FOLDER / self.id).glob("*.h"))
+
+
+# The first that the processor has is taken.
+INSTRUCTIONS = (
+    Instructions(
+        id="avx512",
+        name="AVX-512 with bfloat16",
+        needed=frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
+        flags=("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
+        multiplies_all=False,
+    ),
+    Instructions(
+        id="avx2",
+        name="AVX2 with FMA",
+        needed=frozenset({"avx2", "fma", "f16c"}),
+        flags=("-mavx2", "-mfma", "-mf16c"),
+        multiplies_all=True,
+    ),
+)
+
+_choice = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +73,22 @@ class Found:
 
     library: Any  # the functions of calls.h
     reason: str
+    instructions: Instructions | None = None
 
 
 def use(choice: str) -> None:
-    """`torch` keeps the kernels out of this process; `auto` takes them where they can run."""
-    global _is_wanted
-    _is_wanted = choice == "auto"
+    """`torch` keeps the kernels out of this process; `auto` takes the best that can run; an id, those alone."""
+    global _choice
+    _choice = choice
 
 
 def kernels() -> Found:
-    return _found() if _is_wanted else Found(library=None, reason="switched off (cpu_kernels is torch)")
+    return found(_choice)
 
 
-def can_run() -> bool:
-    """Whether this machine has them, wanted in this process or not."""
-    return _found().library is not None
+def can_run(choice: str = "auto") -> bool:
+    """Whether this machine has what is chosen, whatever is wanted in this process."""
+    return found(choice).library is not None
 
 
 @cache
@@ -68,21 +106,28 @@ def ffi() -> FFI:
 
 
 @cache
-def _found() -> Found:
+def found(choice: str) -> Found:
+    if choice == "torch":
+        return Found(library=None, reason="switched off (cpu_kernels is torch)")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return Found(library=None, reason="they need Linux on x86-64")
+    known = [one for one in INSTRUCTIONS if choice in ("auto", one.id)]
+    instructions = next((one for one in known if one.needed <= cpu_flags()), None)
+    if instructions is None:
+        names = " nor ".join(one.name for one in known)
+        return Found(library=None, reason=f"this processor has no {names}")
     compiler = _compiler()
     if compiler is None:
         return Found(library=None, reason="there is no C compiler (cc, gcc or clang)")
     try:
-        library = ffi().dlopen(str(_built(compiler)))
+        library = ffi().dlopen(str(_built(compiler, instructions)))
     except OSError as error:
         return Found(library=None, reason=f"their library cannot be kept or loaded: {error}")
     except subprocess.SubprocessError as error:
         return Found(library=None, reason=f"{compiler} cannot compile them: {error}")
     if not library.penstock_is_supported():
-        return Found(library=None, reason="this processor has no AVX-512 with bfloat16")
-    return Found(library=library, reason=f"compiled by {compiler}, AVX-512 with bfloat16")
+        return Found(library=None, reason=f"this processor, or its system, has no {instructions.name}")
+    return Found(library=library, reason=f"compiled by {compiler}, {instructions.name}", instructions=instructions)
 
 
 def _compiler() -> str | None:
@@ -90,23 +135,24 @@ def _compiler() -> str | None:
     return next((path for name in (asked, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: str, instructions: Instructions) -> Path:
     """The library in the cache folder. Written whole or not at all, so that two processes may build it at once."""
-    path = cache_folder("kernels") / f"{_key(compiler)}.so"
+    path = cache_folder("kernels") / f"{_key(compiler, instructions)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
-        command = [compiler, *FLAGS, f"-I{FOLDER}", *map(str, SOURCES), "-o", str(part)]
+        includes = [f"-I{FOLDER}", f"-I{FOLDER / instructions.id}"]
+        command = [compiler, *FLAGS, *instructions.flags, *includes, *map(str, instructions.sources), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
         os.replace(part, path)
     return path
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, instructions: Instructions) -> str:
     """Hashes the source, the flags and the compiler, whose file stands for its version: it is not run."""
     file = Path(compiler).resolve()
-    facts = [str(file), str(file.stat().st_size), str(file.stat().st_mtime_ns), *FLAGS]
-    text = b"".join(source.read_bytes() for source in (*HEADERS, *SOURCES))
+    facts = [str(file), str(file.stat().st_size), str(file.stat().st_mtime_ns), *FLAGS, *instructions.flags]
+    text = b"".join(source.read_bytes() for source in (*instructions.headers, *instructions.sources))
     return hashlib.sha256("\0".join(facts).encode() + text).hexdigest()[:32]

@@ -17,6 +17,7 @@ _ffi = build.ffi()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CKernels:
     library: Any
+    instructions: build.Instructions
     parallel: Any  # runs a C function on torch's threads
 
     def run(self, function: str, struct: str, fields: dict[str, Any]) -> None:
@@ -33,14 +34,15 @@ def address(tensor: torch.Tensor | None) -> int:
 
 def c_kernels() -> CKernels | None:
     """None where torch has to do the work."""
-    return None if build.kernels().library is None else _c_kernels()
+    found = build.kernels()
+    return None if found.instructions is None else _c_kernels(found.library, found.instructions)
 
 
 @cache
-def _c_kernels() -> CKernels | None:
+def _c_kernels(library: Any, instructions: build.Instructions) -> CKernels | None:
     """Takes GOMP_parallel of the OpenMP library that torch uses: its threads are shared, no second pool is made."""
     try:
         torch_cpu = _ffi.dlopen(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return CKernels(library=build.kernels().library, parallel=torch_cpu.GOMP_parallel)
+        return CKernels(library=library, instructions=instructions, parallel=torch_cpu.GOMP_parallel)
     except (OSError, AttributeError):
         return None

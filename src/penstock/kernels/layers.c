@@ -1,28 +1,28 @@
 /* Norms and gated activations in bfloat16, each in one pass over memory. */
 #include "vectors.h"
 
-/* Up to 16 values from `at` on. */
-INLINE __m512 load_values(const void *from, size_t at, int count, const int is_wide)
+/* Values from `at` on, up to a register of them. */
+INLINE floats load_values(const void *from, size_t at, int count, const int is_wide)
 {
     if (is_wide)
-        return _mm512_maskz_loadu_ps(lanes_of(count), (const float *)from + at);
+        return load_wide((const float *)from + at, count);
     return load_floats((const bf16 *)from + at, count);
 }
 
 INLINE void norm_row(const struct norm *n, size_t first, bf16 *to, const int is_wide)
 {
-    __m512 squares = _mm512_setzero_ps();
+    floats squares = v_zero();
     for (int i = 0; i < n->width; i += LANES) {
-        __m512 x = load_values(n->rows, first + i, n->width - i, is_wide);
-        squares = _mm512_fmadd_ps(x, x, squares);
+        floats x = load_values(n->rows, first + i, n->width - i, is_wide);
+        squares = v_mul_add(x, x, squares);
     }
-    float mean = _mm512_reduce_add_ps(squares) / n->width + n->eps;
-    __m512 scale = _mm512_div_ps(_mm512_set1_ps(1), _mm512_sqrt_ps(_mm512_set1_ps(mean)));
+    float mean = v_sum(squares) / n->width + n->eps;
+    floats scale = v_div(v_all(1), v_sqrt(v_all(mean)));
     for (int i = 0; i < n->width; i += LANES) {
         int count = n->width - i;
-        __m512 weight = _mm512_maskz_loadu_ps(lanes_of(count), n->weight + i);
-        __m512 x = load_values(n->rows, first + i, count, is_wide);
-        store_floats(to + i, _mm512_mul_ps(_mm512_mul_ps(x, scale), weight), count);
+        floats weight = load_wide(n->weight + i, count);
+        floats x = load_values(n->rows, first + i, count, is_wide);
+        store_floats(to + i, v_mul(v_mul(x, scale), weight), count);
     }
 }
 
@@ -47,15 +47,15 @@ void penstock_rms_norm(const struct norm *n)
 }
 
 /* x times the sigmoid of x; for gelu, of its polynomial in place of the tanh. */
-INLINE __m512 activated(__m512 x, int is_gelu)
+INLINE floats activated(floats x, int is_gelu)
 {
-    __m512 at = x;
+    floats at = x;
     if (is_gelu) {
-        __m512 cube = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1));
-        at = _mm512_mul_ps(_mm512_mul_ps(x, cube), _mm512_set1_ps(2 * 0.7978845608f));
+        floats cube = v_mul_add(v_mul(x, x), v_all(0.044715f), v_all(1));
+        at = v_mul(v_mul(x, cube), v_all(2 * 0.7978845608f));
     }
-    __m512 decay = exp2_ps(_mm512_mul_ps(at, _mm512_set1_ps(-LOG2E)));
-    return _mm512_div_ps(x, _mm512_add_ps(decay, _mm512_set1_ps(1)));
+    floats decay = exp2_ps(v_mul(at, v_all(-LOG2E)));
+    return v_div(x, v_add(decay, v_all(1)));
 }
 
 static void gate_rows(const void *of, int first, int end)
@@ -66,7 +66,7 @@ static void gate_rows(const void *of, int first, int end)
         bf16 *to = g->out + (size_t)row * g->width;
         for (int i = 0; i < g->width; i += LANES) {
             int count = g->width - i;
-            __m512 product = _mm512_mul_ps(activated(load_floats(gate + i, count), g->is_gelu), load_floats(up + i, count));
+            floats product = v_mul(activated(load_floats(gate + i, count), g->is_gelu), load_floats(up + i, count));
             store_floats(to + i, product, count);
         }
     }

@@ -15,18 +15,7 @@
 /* While one is worked on the next is asked for, a line at a time: many at once would wait for each other. */
 struct block { const bf16 *keys[KEYS], *values[KEYS]; };
 
-/* Of one thread. */
-struct scratch {
-    uint32_t queries[TILE / SUBTILE][MAX_HEAD / 2][SUBTILE]; /* pairs of dimensions, a row per lane */
-    float scores[KEYS][SUBTILE];
-    uint32_t weights[KEYS / 2 * SUBTILE];                /* pairs of keys, a row per lane; of splits, a row after another */
-    uint32_t values[KEYS / 2 * MAX_HEAD];                /* pairs of keys, a dimension per lane, in unpacked order */
-    float sums[TILE * MAX_HEAD];
-    float highest[TILE], totals[TILE], fading[SUBTILE];
-    int32_t positions[TILE];
-    struct block block, next;
-    int32_t is_next_known;                               /* between items: whether `next` is the first block of the one to come */
-};
+#include "scratch.h" /* what a thread holds */
 
 /* What a thread takes at a time: query rows of one key-value head, or keys of a single token and some heads. */
 struct item {
@@ -43,13 +32,13 @@ INLINE int num_tokens_of(const struct attention *a, int chunk) { return a->query
 INLINE int is_single(const struct attention *a, int chunk) { return num_tokens_of(a, chunk) == 1; }
 INLINE int padded(int head_size) { return (head_size + 31) / 32 * 32; }
 
-INLINE float power_of_2(float x) { return _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(x))); }
+INLINE float power_of_2(float x) { return v_first(exp2_ps(v_all(x))); }
 
-INLINE __m512 softcapped(__m512 scores, float scale, float cap)
+INLINE floats softcapped(floats scores, float scale, float cap)
 {
-    __m512 e = exp2_ps(_mm512_mul_ps(scores, _mm512_set1_ps(2 * LOG2E * scale / cap)));
-    __m512 share = _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(e, _mm512_set1_ps(1)));
-    return _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(1), share), _mm512_set1_ps(cap));
+    floats e = exp2_ps(v_mul(scores, v_all(2 * LOG2E * scale / cap)));
+    floats share = v_div(v_all(2), v_add(e, v_all(1)));
+    return v_mul(v_sub(v_all(1), share), v_all(cap));
 }
 
 /* Floats that a query head leaves of a split: sums, maximum, total. */
@@ -58,20 +47,6 @@ INLINE int partial_size(const struct attention *a) { return padded(a->head_size)
 INLINE float sink_share(const struct attention *a, int head, float highest)
 {
     return a->sinks ? power_of_2(a->sinks[head] * LOG2E - highest) : 0;
-}
-
-/* 32 dimensions in the order that unpacking left them in, divided and written in their own order. */
-INLINE void write_dims(bf16 *out, const float *sums, float factor, int num_dims)
-{
-    const __m512i lower = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i upper = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-    __m512 a = _mm512_mul_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(factor));
-    __m512 b = _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), _mm512_set1_ps(factor));
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(a, upper, b), _mm512_permutex2var_ps(a, lower, b));
-    if (num_dims >= 32)
-        _mm512_storeu_si512(out, both);
-    else
-        _mm512_mask_storeu_epi16(out, (1u << num_dims) - 1, both);
 }
 
 /* Offset of a position's key and value in the pages. */

@@ -8,10 +8,10 @@ INLINE void rotate(bf16 *to, const bf16 *from, const bf16 *cosines, const bf16 *
 {
     for (int dim = 0; dim < half; dim += LANES) {
         int count = half - dim;
-        __m512 cosine = load_floats(cosines + dim, count), sine = load_floats(sines + dim, count);
-        __m512 first = load_floats(from + dim, count), second = load_floats(from + half + dim, count);
-        store_floats(to + dim, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), count);
-        store_floats(to + half + dim, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), count);
+        floats cosine = load_floats(cosines + dim, count), sine = load_floats(sines + dim, count);
+        floats first = load_floats(from + dim, count), second = load_floats(from + half + dim, count);
+        store_floats(to + dim, v_mul_sub(first, cosine, v_mul(second, sine)), count);
+        store_floats(to + half + dim, v_mul_add(second, cosine, v_mul(first, sine)), count);
     }
     memcpy(to + 2 * half, from + 2 * half, sizeof(bf16) * (head_size - 2 * half));
 }

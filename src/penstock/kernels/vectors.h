@@ -1,4 +1,4 @@
-/* What the C kernels share: registers of 16 floats, bfloat16 in and out, and work shared by torch's threads. */
+/* What the C kernels share: registers of floats, bfloat16 in and out, and work shared by torch's threads. */
 #include <immintrin.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -6,87 +6,13 @@
 
 #include "calls.h"
 
-#define LANES 16 /* floats of a register */
 #define LOG2E 1.44269504088896f
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 
-/* 2 to the power of x; relative error below 4e-6, exactly 0 far below. */
-INLINE __m512 exp2_ps(__m512 x)
-{
-    __m512 f = _mm512_reduce_ps(x, 1); /* x less its floor, which scalef adds again */
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0134266838f), f, _mm512_set1_ps(0.0522424728f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241280198f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693044841f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
-    return _mm512_scalef_ps(p, x);
-}
-
-INLINE __mmask16 lanes_of(int count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
-
-/* Up to 16 numbers, 0 in the lanes past them. */
-INLINE __m512 load_floats(const bf16 *from, int count)
-{
-    __m256i bits = _mm256_maskz_loadu_epi16(lanes_of(count), from);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
-INLINE void store_floats(bf16 *to, __m512 values, int count)
-{
-    _mm256_mask_storeu_epi16(to, lanes_of(count), (__m256i)_mm512_cvtneps_pbh(values));
-}
-
-#define LANE_NUMBERS _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-
-/* Adds the products of 32 pairs, two to a lane. */
-INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
-INLINE __m512i load_32(const bf16 *from, int count)
-{
-    return count >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((1u << count) - 1, from);
-}
-
-/* 16 registers to one: lane i of the result is the sum of register i. */
-INLINE __m512 sum_each(__m512 *rows)
-{
-    for (int i = 0; i < 8; i++) /* lanes of 2 registers, alternating */
-        rows[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[i], rows[i + 8]), _mm512_unpackhi_ps(rows[i], rows[i + 8]));
-    for (int i = 0; i < 4; i++)
-        rows[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[i], rows[i + 4]), _mm512_unpackhi_ps(rows[i], rows[i + 4]));
-    for (int i = 0; i < 2; i++)
-        rows[i] = _mm512_add_ps(_mm512_shuffle_f32x4(rows[i], rows[i + 2], 0x88),
-                                _mm512_shuffle_f32x4(rows[i], rows[i + 2], 0xdd));
-    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(rows[0], rows[1], 0x88), _mm512_shuffle_f32x4(rows[0], rows[1], 0xdd));
-    const __m512i order = _mm512_set_epi32(15, 7, 11, 3, 14, 6, 10, 2, 13, 5, 9, 1, 12, 4, 8, 0);
-    return _mm512_permutexvar_ps(order, sums);
-}
-
-/* Rows become columns: lane j of register i is lane i of register j. */
-INLINE void transpose(__m512 *r)
-{
-    __m512 t[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4)
-        for (int k = 0; k < 2; k++) {
-            __m512d one = _mm512_castps_pd(t[i + k]), two = _mm512_castps_pd(t[i + k + 2]);
-            r[i + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(one, two));
-            r[i + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(one, two));
-        }
-    for (int i = 0; i < LANES; i += 8)
-        for (int k = 0; k < 4; k++) {
-            t[i + k] = _mm512_shuffle_f32x4(r[i + k], r[i + k + 4], 0x88);
-            t[i + k + 4] = _mm512_shuffle_f32x4(r[i + k], r[i + k + 4], 0xdd);
-        }
-    for (int k = 0; k < 8; k++) {
-        r[k] = _mm512_shuffle_f32x4(t[k], t[k + 8], 0x88);
-        r[k + 8] = _mm512_shuffle_f32x4(t[k], t[k + 8], 0xdd);
-    }
-}
+#include "registers.h" /* of the instructions that are compiled for */
 
 /* Rows that each thread takes a share of. */
 struct rows {
@@ -115,17 +41,16 @@ static inline void share_rows(void (*run)(const void *, int, int), const void *o
         run(of, 0, count);
 }
 
-/* Up to 16 neighbouring outputs of one row. */
-INLINE void write_values(const struct product *p, __m512 values, int row, int output, int count)
+/* Neighbouring outputs of one row, up to a register of them. */
+INLINE void write_values(const struct product *p, floats values, int row, int output, int count)
 {
     size_t at = (size_t)row * p->num_outputs + output;
     if (p->bias)
-        values = _mm512_add_ps(values, load_floats(p->bias + output, count));
+        values = v_add(values, load_floats(p->bias + output, count));
     if (p->adds)
-        values = _mm512_add_ps(values, p->wide ? _mm512_maskz_loadu_ps(lanes_of(count), p->wide + at)
-                                               : load_floats(p->out + at, count));
+        values = v_add(values, p->wide ? load_wide(p->wide + at, count) : load_floats(p->out + at, count));
     if (p->wide)
-        _mm512_mask_storeu_ps(p->wide + at, lanes_of(count), values);
+        store_wide(p->wide + at, values, count);
     else
         store_floats(p->out + at, values, count);
 }

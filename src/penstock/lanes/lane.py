@@ -68,6 +68,7 @@ class Claim:
     eligible: bool
     reason: str
     gains_from_width: bool = False  # the model has experts, and the lane runs them in few kernels
+    runs_in_c: bool = False  # in bfloat16 on a processor, where the C kernels can run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

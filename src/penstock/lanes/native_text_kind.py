@@ -23,7 +23,9 @@ def claim(config: Mapping[str, Any]) -> Claim:
     except UnsupportedModel as error:
         return Claim(eligible=False, reason=str(error).rstrip("."))
     reason = f"{model_type} has a native decoder"
-    return Claim(eligible=True, reason=reason, gains_from_width=spec.experts is not None)
+    return Claim(
+        eligible=True, reason=reason, gains_from_width=spec.experts is not None, runs_in_c=spec.recurrent is None
+    )
 
 
 def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:

@@ -50,7 +50,7 @@ class Place:
     @property
     def multiplies_codes(self) -> bool:
         """Whether rows are multiplied with weights in few bits as they lie; they are dequantized otherwise."""
-        return self.dtype == "bfloat16" and self.config.cpu_kernels == "auto" and build.can_run()
+        return self.dtype == "bfloat16" and build.can_run(self.config.cpu_kernels)
 
     @property
     def quantize(self) -> str:

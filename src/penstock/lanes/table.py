@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting, UnknownLane, UnsupportedModel
+from penstock.kernels import build
 from penstock.lanes.generic_images_kind import GENERIC_IMAGES
 from penstock.lanes.generic_text_kind import GENERIC_TEXT, generic_obstacle
 from penstock.lanes.lane import LaneFacts, LaneKind
@@ -74,5 +75,10 @@ def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
         lane=lane,
         config=config.on_device(device, gains_from_width=lane.gains_from_width),
         device=device,
-        dtype=choose_dtype(config.dtype, files.config, device),
+        dtype=choose_dtype(
+            config.dtype,
+            files.config,
+            device,
+            lambda: LANES[lane.id].claim(files.config).runs_in_c and build.can_run(config.cpu_kernels),
+        ),
     )

@@ -33,7 +33,7 @@ def kernels_for_product(x_TI: torch.Tensor, weight_OI: Weight) -> CKernels | Non
         return None
     num_rows, num_inputs = x_TI.shape
     is_ours = num_rows <= kernels.library.FEW_ROWS or (num_rows <= MAX_ROWS and num_inputs % 2 == 0)
-    return kernels if is_ours else None
+    return kernels if is_ours or kernels.instructions.multiplies_all else None
 
 
 def product_workspace(kernels: CKernels, num_rows: int, num_inputs: int, num_threads: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import ctypes
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,20 @@ def cuda_memory() -> DeviceMemory | None:
     )
 
 
-def choose_dtype(asked: str, model_config: Mapping[str, Any], device: str = "cpu") -> str:
-    """The checkpoint's own, but float32 where this processor has no fast bfloat16."""
+def choose_dtype(
+    asked: str,
+    model_config: Mapping[str, Any],
+    device: str = "cpu",
+    has_kernels: Callable[[], bool] = lambda: False,  # for all that such a model computes in bfloat16
+) -> str:
+    """The checkpoint's own, but float32 where this processor has no fast bfloat16, in instructions or in kernels."""
     if asked != "auto":
         return asked
     stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
-    return "bfloat16" if stored != "float32" and (device == "cuda" or has_fast_bfloat16()) else "float32"
+    if stored == "float32":
+        return stored
+    is_fast = device == "cuda" or has_fast_bfloat16() or (device == "cpu" and has_kernels())
+    return "bfloat16" if is_fast else "float32"
 
 
 def require_device(name: str, *, has_cuda: bool) -> str:

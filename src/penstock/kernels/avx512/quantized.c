@@ -4,10 +4,8 @@
  * holds exactly: the dot products of a group are of codes, and its scale and lowest value come in once per group.
  * Few rows use the codes as they lie; many share a panel of them in bfloat16, that a thread has in its cache.
  */
-#include "vectors.h"
+#include "blocks.h"
 
-#define PACKED_GROUP 32  /* inputs that share a scale */
-#define NUM_PAIRS 16     /* of inputs in a group */
 #define WIDE 2           /* blocks that are multiplied together */
 #define TALL 12          /* rows that are multiplied together with one block */
 #define TILE_ROWS 6      /* and with a panel */
@@ -17,18 +15,6 @@
 #define AHEAD 8192       /* bytes that are asked for before they are needed, into the second cache */
 
 _Static_assert(PART % TALL == 0 && PART % TILE_ROWS == 0, "a tile would write rows of the next part");
-
-struct int4_block {
-    uint16_t codes[4][2 * LANES]; /* four codes to a word, of four pairs after one another */
-    uint16_t scales[LANES], lowest[LANES];
-};
-
-struct int8_block {
-    int8_t codes[NUM_PAIRS][2 * LANES];
-    uint16_t scales[LANES];
-};
-
-INLINE size_t block_bytes(int is_int4) { return is_int4 ? sizeof(struct int4_block) : sizeof(struct int8_block); }
 
 INLINE __m512 half_floats(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
 

@@ -1,0 +1,335 @@
+/* Products of rows with a matrix in bfloat16 or in codes, in float32.
+ *
+ * An output is a lane, and its products are added in the order of the inputs, one by one, whatever is computed beside it
+ * and however the matrix lies: a row has the same result among any number of rows. Few rows use values as they are
+ * made; many share a panel of them, that a thread has in its cache, and are brought to float32 once.
+ */
+#include "weights.h"
+
+#define TALL 6         /* rows that are multiplied together with a panel */
+#define PART 192       /* rows that share a panel */
+#define DEEP 256       /* inputs of a panel */
+#define NUM_PANELS 4   /* of a work item */
+#define FEW_TALL 4     /* rows that are multiplied together without one */
+#define WIDE 4         /* blocks that a thread takes at a time where rows are few */
+
+_Static_assert(PART % TALL == 0 && DEEP % PACKED_GROUP == 0, "parts are whole tiles, panels are whole groups");
+
+INLINE void write_block(const struct product *p, floats first, floats second, int row, int block)
+{
+    int output = block * BLOCK_OUTPUTS, count = p->num_outputs - output;
+    if (count <= 0)
+        return;
+    write_values(p, first, row, output, smaller(LANES, count));
+    if (count > LANES)
+        write_values(p, second, row, output + LANES, smaller(LANES, count - LANES));
+}
+
+INLINE floats first_of_pair(const bf16 *row, int pair)
+{
+    int32_t both;
+    memcpy(&both, row + 2 * pair, sizeof both);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_set1_epi32(both), 16));
+}
+
+INLINE floats second_of_pair(const bf16 *row, int pair)
+{
+    int32_t both;
+    memcpy(&both, row + 2 * pair, sizeof both);
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_set1_epi32(both), _mm256_set1_epi32((int)0xffff0000)));
+}
+
+INLINE const bf16 *row_at(const struct product *p, int row)
+{
+    return p->rows + (size_t)smaller(row, p->num_rows - 1) * p->num_inputs;
+}
+
+/* `num_rows` rows with `num_blocks` blocks of codes; all but the first three are constants where this is inlined. */
+INLINE void multiply_codes(const struct product *p, int row, int block, const int num_rows, const int num_blocks,
+                           const int bits)
+{
+    const bf16 *rows[FEW_TALL];
+    const char *at[WIDE];
+    floats sums[FEW_TALL][WIDE][HALVES];
+    for (int b = 0; b < num_blocks; b++)
+        at[b] = block_at(p, block + b, bits);
+    for (int r = 0; r < num_rows; r++) {
+        rows[r] = row_at(p, row + r);
+        for (int b = 0; b < num_blocks; b++)
+            sums[r][b][0] = sums[r][b][1] = v_zero();
+    }
+    for (int group = 0; group < num_groups_of(p); group++) {
+        struct factors factors[WIDE];
+        for (int b = 0; b < num_blocks; b++) {
+            factors[b] = factors_of(at[b], bits);
+            for (size_t line = 0; line < block_bytes(bits == 4); line += 64)
+                _mm_prefetch(at[b] + AHEAD + line, _MM_HINT_T1);
+        }
+#pragma GCC unroll 16
+        for (int pair = 0; pair < NUM_PAIRS; pair++)
+            for (int b = 0; b < num_blocks; b++)
+                for (int h = 0; h < HALVES; h++) {
+                    floats values[2];
+                    pair_of_values(at[b], pair, h, &factors[b], bits, values);
+                    for (int r = 0; r < num_rows; r++) {
+                        int at_pair = group * NUM_PAIRS + pair;
+                        sums[r][b][h] = v_mul_add(values[0], first_of_pair(rows[r], at_pair), sums[r][b][h]);
+                        sums[r][b][h] = v_mul_add(values[1], second_of_pair(rows[r], at_pair), sums[r][b][h]);
+                    }
+                }
+        for (int b = 0; b < num_blocks; b++)
+            at[b] += block_bytes(bits == 4);
+    }
+    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
+        for (int b = 0; b < num_blocks; b++)
+            write_block(p, sums[r][b][0], sums[r][b][1], row + r, block + b);
+}
+
+INLINE void multiply_few_codes(const struct product *p, int block, const int bits)
+{
+    for (int row = 0; row < p->num_rows; row += FEW_TALL)
+        switch (smaller(FEW_TALL, p->num_rows - row)) {
+        case 1:
+            for (int b = 0; b < WIDE; b += 2)
+                multiply_codes(p, row, block + b, 1, 2, bits);
+            break;
+        case 2:
+            for (int b = 0; b < WIDE; b += 2)
+                multiply_codes(p, row, block + b, 2, 2, bits);
+            break;
+        default:
+            for (int b = 0; b < WIDE; b++)
+                multiply_codes(p, row, block + b, FEW_TALL, 1, bits);
+        }
+}
+
+/* `num_rows` rows with 16 outputs in bfloat16. */
+INLINE void multiply_turned(const struct product *p, int row, int block, const int num_rows)
+{
+    int output = block * BLOCK_OUTPUTS;
+    floats sums[FEW_TALL][HALVES];
+    const bf16 *rows[FEW_TALL];
+    for (int r = 0; r < num_rows; r++)
+        rows[r] = row_at(p, row + r), sums[r][0] = sums[r][1] = v_zero();
+    for (int input = 0; input < p->num_inputs; input += LANES)
+        for (int h = 0; h < HALVES; h++) {
+            floats values[LANES];
+            if (input % 32 == 0)
+                for (int o = 0; o < LANES; o++)
+                    _mm_prefetch((const char *)(p->weight + (size_t)(output + BLOCK_OUTPUTS + h * LANES + o) * p->num_inputs
+                                                + input), _MM_HINT_T1);
+            turned_values(p, output + h * LANES, input, values);
+            int count = smaller(LANES, p->num_inputs - input);
+            for (int r = 0; r < num_rows; r++) {
+                if (count == LANES)
+                    for (int i = 0; i < LANES / 2; i++) {
+                        sums[r][h] = v_mul_add(values[2 * i], first_of_pair(rows[r], input / 2 + i), sums[r][h]);
+                        sums[r][h] = v_mul_add(values[2 * i + 1], second_of_pair(rows[r], input / 2 + i), sums[r][h]);
+                    }
+                else
+                    for (int i = 0; i < count; i++) {
+                        float x;
+                        uint32_t wide = (uint32_t)rows[r][input + i] << 16;
+                        memcpy(&x, &wide, sizeof x);
+                        sums[r][h] = v_mul_add(values[i], v_all(x), sums[r][h]);
+                    }
+            }
+        }
+    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
+        write_block(p, sums[r][0], sums[r][1], row + r, block);
+}
+
+static void multiply_few_turned(const struct product *p, int first)
+{
+    for (int block = first; block < smaller(first + WIDE, last_block(p) + 1); block++)
+        for (int row = 0; row < p->num_rows; row += FEW_TALL)
+            switch (smaller(FEW_TALL, p->num_rows - row)) {
+            case 1: multiply_turned(p, row, block, 1); break;
+            case 2: multiply_turned(p, row, block, 2); break;
+            default: multiply_turned(p, row, block, FEW_TALL);
+            }
+}
+
+static void multiply_few(const void *of, int first, int end)
+{
+    const struct product *p = of;
+    for (int block = first * WIDE; block < end * WIDE; block += WIDE)
+        switch (p->bits) {
+        case 4: multiply_few_codes(p, block, 4); break;
+        case 8: multiply_few_codes(p, block, 8); break;
+        default: multiply_few_turned(p, block);
+        }
+}
+
+/* Of one thread. */
+struct part {
+    float panel[DEEP][BLOCK_OUTPUTS];
+    float sums[NUM_PANELS][PART][BLOCK_OUTPUTS];
+};
+
+struct many_rows {
+    const struct product *of;
+    float *turned; /* [tiles, inputs, 6 rows] */
+    int first_row, num_tiles, num_items;
+    atomic_int next_item, next_thread;
+};
+
+int64_t penstock_panels_bytes(int num_inputs, int num_threads)
+{
+    (void)num_inputs;
+    return (num_threads * sizeof(struct part) + 63) / 64 * 64;
+}
+
+int64_t penstock_product_bytes(int num_rows, int num_inputs, int num_threads)
+{
+    int num_tiles = (smaller(num_rows, PART) + TALL - 1) / TALL;
+    return penstock_panels_bytes(num_inputs, num_threads) + sizeof(float) * num_tiles * TALL * num_inputs;
+}
+
+/* Rows past the last one repeat it. */
+static void turn_tiles(const void *of, int first, int end)
+{
+    const struct many_rows *job = of;
+    for (int tile = first; tile < end; tile++) {
+        float *to = job->turned + (size_t)tile * TALL * job->of->num_inputs;
+        for (int r = 0; r < TALL; r++) {
+            const bf16 *row = row_at(job->of, job->first_row + tile * TALL + r);
+            for (int i = 0; i < job->of->num_inputs; i++) {
+                uint32_t wide = (uint32_t)row[i] << 16;
+                memcpy(to + i * TALL + r, &wide, sizeof wide);
+            }
+        }
+    }
+}
+
+INLINE void unpack_groups(const struct product *p, int block, int input, int count, float *panel, const int bits)
+{
+    const char *at = block_at(p, block, bits) + input / PACKED_GROUP * block_bytes(bits == 4);
+    for (int i = 0; i < count; i += PACKED_GROUP, at += block_bytes(bits == 4), panel += PACKED_GROUP * BLOCK_OUTPUTS) {
+        struct factors factors = factors_of(at, bits);
+#pragma GCC unroll 16
+        for (int pair = 0; pair < NUM_PAIRS; pair++)
+            for (int h = 0; h < HALVES; h++) {
+                floats values[2];
+                pair_of_values(at, pair, h, &factors, bits, values);
+                v_store(panel + 2 * pair * BLOCK_OUTPUTS + h * LANES, values[0]);
+                v_store(panel + (2 * pair + 1) * BLOCK_OUTPUTS + h * LANES, values[1]);
+            }
+    }
+}
+
+static void fill_panel(const struct product *p, int block, int input, int count, struct part *part)
+{
+    if (p->bits == 4)
+        unpack_groups(p, block, input, count, part->panel[0], 4);
+    else if (p->bits == 8)
+        unpack_groups(p, block, input, count, part->panel[0], 8);
+    else
+        for (int i = 0; i < count; i += LANES)
+            for (int h = 0; h < HALVES; h++) {
+                floats values[LANES];
+                turned_values(p, block * BLOCK_OUTPUTS + h * LANES, input + i, values);
+                for (int k = 0; k < smaller(LANES, count - i); k++)
+                    v_store(part->panel[i + k] + h * LANES, values[k]);
+            }
+}
+
+/* 6 rows with a panel. Sums go on where the panel before it left them. */
+INLINE void multiply_tile(const float *rows, const struct part *part, int count, float (*kept)[BLOCK_OUTPUTS], int is_first)
+{
+    floats sums[TALL][HALVES];
+    for (int r = 0; r < TALL; r++)
+        for (int h = 0; h < HALVES; h++)
+            sums[r][h] = is_first ? v_zero() : v_load(kept[r] + h * LANES);
+    for (int i = 0; i < count; i++) {
+        floats one = v_load(part->panel[i]), two = v_load(part->panel[i] + LANES);
+        for (int r = 0; r < TALL; r++) {
+            floats x = v_all(rows[i * TALL + r]);
+            sums[r][0] = v_mul_add(one, x, sums[r][0]);
+            sums[r][1] = v_mul_add(two, x, sums[r][1]);
+        }
+    }
+    for (int r = 0; r < TALL; r++)
+        for (int h = 0; h < HALVES; h++)
+            v_store(kept[r] + h * LANES, sums[r][h]);
+}
+
+static void multiply_item(const struct many_rows *job, struct part *part, int item)
+{
+    const struct product *p = job->of;
+    for (int input = 0; input < p->num_inputs; input += DEEP) {
+        int count = smaller(DEEP, p->num_inputs - input), is_last = input + count == p->num_inputs;
+        for (int i = 0; i < NUM_PANELS && item * NUM_PANELS + i <= last_block(p); i++) {
+            int block = item * NUM_PANELS + i;
+            fill_panel(p, block, input, count, part);
+            for (int tile = 0; tile < job->num_tiles; tile++) {
+                const float *rows = job->turned + ((size_t)tile * p->num_inputs + input) * TALL;
+                float(*kept)[BLOCK_OUTPUTS] = part->sums[i] + tile * TALL;
+                multiply_tile(rows, part, count, kept, !input);
+                for (int r = 0; is_last && r < smaller(TALL, p->num_rows - job->first_row - tile * TALL); r++)
+                    write_block(p, v_load(kept[r]), v_load(kept[r] + LANES), job->first_row + tile * TALL + r, block);
+            }
+        }
+    }
+}
+
+static void run_many_rows(void *data)
+{
+    struct many_rows *job = data;
+    struct part *part = (struct part *)job->of->workspace + atomic_fetch_add(&job->next_thread, 1);
+    for (int item; (item = atomic_fetch_add(&job->next_item, 1)) < job->num_items;)
+        multiply_item(job, part, item);
+}
+
+static void multiply_many(const struct product *p)
+{
+    int num_parts = (p->num_rows + PART - 1) / PART, share = (p->num_rows + num_parts - 1) / num_parts;
+    share = (share + TALL - 1) / TALL * TALL; /* parts of one size, of whole tiles */
+    for (int first_row = 0; first_row < p->num_rows; first_row += share) {
+        struct many_rows job = {.of = p, .first_row = first_row, .num_items = last_block(p) / NUM_PANELS + 1};
+        job.turned = (float *)((char *)p->workspace + penstock_panels_bytes(p->num_inputs, p->num_threads));
+        job.num_tiles = (smaller(share, p->num_rows - first_row) + TALL - 1) / TALL;
+        share_rows(turn_tiles, &job, job.num_tiles, sizeof(float) * TALL * p->num_inputs, p->parallel, p->num_threads);
+        if (p->num_threads > 1)
+            p->parallel(run_many_rows, &job, p->num_threads, 0);
+        else
+            run_many_rows(&job);
+    }
+}
+
+void penstock_multiply(const struct product *p)
+{
+    int num_columns = last_block(p) / WIDE + 1;
+    size_t bytes = (size_t)WIDE * BLOCK_OUTPUTS * p->num_inputs * p->bits / 8;
+    if (p->num_rows <= FEW_ROWS)
+        share_rows(multiply_few, p, num_columns, bytes, p->parallel, p->num_threads);
+    else
+        multiply_many(p);
+}
+
+void penstock_multiply_packed(const struct product *p) { penstock_multiply(p); }
+
+static void unpack_wanted(const void *of, int first, int end)
+{
+    const struct unpacking *u = of;
+    struct product p = {.weight = (const bf16 *)u->blocks, .num_inputs = u->num_inputs, .num_outputs = INT32_MAX};
+    for (int row = first; row < end; row++) {
+        int lane = u->ids[row] % BLOCK_OUTPUTS, block = u->ids[row] / BLOCK_OUTPUTS;
+        for (int input = 0; input < u->num_inputs; input += PACKED_GROUP) {
+            float panel[PACKED_GROUP][BLOCK_OUTPUTS], values[PACKED_GROUP];
+            if (u->bits == 4)
+                unpack_groups(&p, block, input, PACKED_GROUP, panel[0], 4);
+            else
+                unpack_groups(&p, block, input, PACKED_GROUP, panel[0], 8);
+            for (int i = 0; i < PACKED_GROUP; i++)
+                values[i] = panel[i][lane];
+            for (int i = 0; i < PACKED_GROUP; i += LANES)
+                store_floats(u->out + (size_t)row * u->num_inputs + input + i, v_load(values + i), LANES);
+        }
+    }
+}
+
+void penstock_unpack_rows(const struct unpacking *u)
+{
+    share_rows(unpack_wanted, u, u->num_rows, sizeof(bf16) * BLOCK_OUTPUTS * u->num_inputs, u->parallel, u->num_threads);
+}
