@@ -27,6 +27,7 @@ from penstock.config import CONFIG_FILE, EngineConfig
 from penstock.lanes.lane import LaneFacts
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_translation import ARCHITECTURES
+from penstock.models.media_spec import NATIVE_MEDIA
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.trace.document import Trace
 from penstock.trace.percentile import percentile
@@ -112,6 +113,11 @@ def families() -> str:
     return _table(("`model_type` of a folder", "architecture of a GGUF file", "what is special"), rows)
 
 
+def image_families() -> str:
+    rows = [(_code(kind), IMAGE_TEXT_NAMES[kind], SIGHT[sight]) for kind, sight in NATIVE_MEDIA.items()]
+    return _table(("`model_type`", "models", "chunks end"), rows)
+
+
 def fields_of(kind: type) -> Callable[[], str]:
     def table() -> str:
         comments = _comments(kind)
@@ -181,6 +187,7 @@ WHAT_IS_SPECIAL = {
     "qwen3": "Norms on queries and keys.",
     "qwen2_5_vl_text": "The decoder of Qwen2.5-VL: rotary positions on three axes.",
     "qwen3_vl_text": "The decoder of Qwen3-VL: the same, interleaved, with features added in its first layers.",
+    "qwen3_vl_moe_text": "The same with a mixture of experts.",
     "smollm3": "Layers without rotary positions.",
     "phi3": "Fused projections, longrope, partial rotary.",
     "olmo2": "Norms on outputs instead of inputs.",
@@ -196,6 +203,23 @@ WHAT_IS_SPECIAL = {
     "gemma2": "Softcaps on attention scores and logits.",
     "gemma3_text": "Local and global layers with rotary tables of their own.",
 }
+
+# What image-text models are called, by the model_type of their config.
+IMAGE_TEXT_NAMES = {
+    "llava": "LLaVA",
+    "llava_onevision": "LLaVA-OneVision",
+    "smolvlm": "SmolVLM",
+    "idefics3": "Idefics3",
+    "mistral3": "Mistral Small 3",
+    "internvl": "InternVL",
+    "gemma3": "Gemma 3",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL with a mixture of experts",
+    "qwen3_5": "Qwen3.5, Qwen3.6 and Qwen3.8",
+    "qwen3_5_moe": "Qwen3.5 and Qwen3.6 with a mixture of experts",
+}
+SIGHT = {"causal": "at any token", "span": "at any token outside images"}
 
 VOCABULARY = (
     "ChunkedPrefillConfig",
@@ -217,6 +241,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "engine-settings": engine_settings,
     "settings-file": lambda: _code(CONFIG_FILE),
     "families": families,
+    "image-families": image_families,
     "sampling-settings": sampling_settings,
     "prefill-progress": fields_of(PrefillProgress),
     "token": fields_of(Token),

@@ -6,7 +6,7 @@ from image_answers import EXACT, NUM_ENCODED, SAMPLING, answer, finished, plain
 from lane_ids import GENERIC_MULTIMODAL, NATIVE_MULTIMODAL
 from logit_recorder import LogitRecorder
 from tiny_models import prompt
-from tiny_vision_models import IMAGE_TOKEN, KINDS, TEXT, count_images, pictures
+from tiny_vision_models import IMAGE_TOKEN, ON_EVERY_LANE, TEXT, count_images, pictures
 
 from penstock.errors import InvalidMedia, InvalidSetting
 from penstock.foreign import features as media_features
@@ -14,7 +14,7 @@ from penstock.foreign import features as media_features
 pytestmark = pytest.mark.parametrize("lane", [NATIVE_MULTIMODAL, GENERIC_MULTIMODAL])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_each_image_is_encoded_once(name, lane, load_vision):
     engine = load_vision(name, lane=lane, chunk_size=3)
     encoded = count_images(engine.model.lane.model, name)
@@ -41,7 +41,7 @@ def test_the_pixels_of_a_prompt_are_hashed_once(lane, load_vision, monkeypatch):
     assert len(hashed) == 2, "one for each picture"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_text_alone_is_read_too(name, lane, tiny_vision, load_vision):
     tokens = [token for token in prompt(60) if token < IMAGE_TOKEN]
     written, reference = plain(tiny_vision(name)[1], {"input_ids": torch.tensor([tokens])})

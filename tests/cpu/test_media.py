@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_models import prompt, tiny_model
 from tiny_vision_models import (
     IMAGE_TOKEN,
-    KINDS,
+    ON_EVERY_LANE,
     count_images,
     gemma3_processor,
     llava_processor,
@@ -71,7 +71,7 @@ def image_spans(inputs) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 64])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_chunks_give_the_logits_of_the_whole_forward(made, name, chunk_size):
     model, inputs, whole = made(name)
     media = media_model(model)
@@ -83,7 +83,7 @@ def test_chunks_give_the_logits_of_the_whole_forward(made, name, chunk_size):
 
 
 @pytest.mark.parametrize("where", BORDERS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_a_border_may_lie_anywhere_about_the_images(made, name, where):
     model, inputs, whole = made(name)
     (first, first_end), (second, _) = image_spans(inputs)
@@ -98,7 +98,7 @@ def test_a_border_may_lie_anywhere_about_the_images(made, name, where):
     assert chunks[0][1] == expected
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_the_logits_depend_on_the_images(made, name):
     """Without this, the tests above would not notice a lost image."""
     model, inputs, whole = made(name)
@@ -108,7 +108,7 @@ def test_the_logits_depend_on_the_images(made, name):
     assert float((logits[:, -1] - whole[:, -1]).abs().max()) > 100 * EXACT
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_what_is_written_afterwards_is_what_generate_writes(made, name):
     """Greedy, 32 tokens, with the positions that follow the prompt's."""
     model, inputs, _ = made(name)
@@ -129,7 +129,7 @@ def test_what_is_written_afterwards_is_what_generate_writes(made, name):
     assert written == reference[0, media_prompt.num_tokens :].tolist()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_prompts_without_images_work(made, name):
     model, _, _ = made(name)
     ids = torch.tensor([[token for token in prompt(40) if token < IMAGE_TOKEN]])
@@ -164,7 +164,7 @@ def test_padded_batches_with_images_are_exact(made, name):
 
 
 @pytest.mark.parametrize("encoder_bytes", [1, 2**30], ids=["one by one", "together"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_each_image_is_encoded_once(name, encoder_bytes):
     model = tiny_vision_model(name)
     inputs = processed_prompt(name, model)

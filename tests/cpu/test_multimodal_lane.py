@@ -16,7 +16,7 @@ from logit_recorder import LogitRecorder
 from penstock_command import penstock_text
 from tiny_models import prompt, save_tiny_model, save_tokenizer
 from tiny_seq2seq import save_tiny_seq2seq
-from tiny_vision_models import IMAGE_TOKEN, KINDS, TEXT, TensorProcessor, count_images, pictures, plain_inputs
+from tiny_vision_models import IMAGE_TOKEN, ON_EVERY_LANE, TEXT, TensorProcessor, count_images, pictures, plain_inputs
 
 from penstock.config import EngineConfig
 from penstock.doctor.examination import examine
@@ -49,7 +49,7 @@ def load(load_vision):
 
 
 @pytest.mark.parametrize("chunk_sizes", [(3, 64), pytest.param((1, 7, 0), marks=pytest.mark.evidence)], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_EVERY_LANE)
 def test_any_chunks_give_the_answer_of_plain_transformers(name, chunk_sizes, tiny_vision, load):
     model = tiny_vision(name)[1]
     written, reference = plain(model, plain_inputs(name, model))

@@ -28,6 +28,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_d_s
 MORE = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 56},
     "qwen3_moe": EXPERTS,
+    "qwen3_vl_moe_text": EXPERTS,
     "qwen3_next": EXPERTS | DELTA | {"shared_expert_intermediate_size": 56},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": EXPERTS | DELTA,

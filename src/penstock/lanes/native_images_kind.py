@@ -28,16 +28,18 @@ def claim(config: Mapping[str, Any]) -> Claim:
     named = (text or config.get("text_config") or {}).get("model_type")
     if named is not None and named not in FAMILIES:
         return Claim(eligible=False, reason=f"{model_type} has a decoder of type {named}, which is not native")
-    if text is not None and not (decoder := native_text_kind.claim(text)).eligible:
+    decoder = None if text is None else native_text_kind.claim(text)
+    if decoder is not None and not decoder.eligible:
         return decoder
-    return Claim(eligible=True, reason=f"{model_type} reads text and images; its decoder is native")
+    reason = f"{model_type} reads text and images; its decoder is native"
+    return Claim(eligible=True, reason=reason, gains_from_width=decoder is not None and decoder.gains_from_width)
 
 
 def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
-    shape = native_shape(media_text_config(place.files), place.dtype)
+    shape = native_shape(media_text_config(place.files), place.dtype, device=place.device)
     shape = dataclasses.replace(shape, num_parameters=num_stored_parameters(place.files) or shape.num_parameters)
     row_bytes = shape.hidden_size * place.item_bytes
-    memory = place.memory(shape, num_logit_rows=native_text_kind.num_logit_rows(place))
+    memory = native_text_kind.memory_of(shape, place)
     num_rows = 1 + num_deepstack_layers(place.files.config)
     return generic_images_kind.with_images(memory, num_rows * row_bytes, place)
 

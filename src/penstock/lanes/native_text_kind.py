@@ -10,7 +10,7 @@ from penstock.lanes.lane import Claim, LaneFacts, LaneKind
 from penstock.lanes.place import Place
 from penstock.models.shapes import native_shape
 from penstock.models.spec import decoder_spec, is_supported
-from penstock.plan.memory import MemoryModel
+from penstock.plan.memory import MemoryModel, ModelShape
 from penstock.proof.verdict import Verdict
 
 
@@ -37,6 +37,11 @@ def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
         multiplies_codes=quantization is not None and place.multiplies_codes,
         device=place.device,
     )
+    return memory_of(shape, place)
+
+
+def memory_of(shape: ModelShape, place: Place) -> MemoryModel:
+    """The memory model of a native decoder, with as many recurrent states as its place holds."""
     num_running, num_checkpoints = place.state_slots(shape, has_checkpoints=place.config.prefix_cache)
     return place.memory(
         shape,

@@ -57,6 +57,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
     "qwen2_5_vl_text": Family(theta=1_000_000.0, sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
     "qwen3_vl_text": Family(theta=5_000_000.0, traits={"qk_norm": "head"}),
+    "qwen3_vl_moe_text": Family(theta=500_000.0, traits={"qk_norm": "head"}, experts="qwen"),
     "smollm3": Family(
         theta=2_000_000.0,
         tied_by_default=True,

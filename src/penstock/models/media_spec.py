@@ -19,6 +19,9 @@ NATIVE_MEDIA: Mapping[str, Literal["causal", "span"]] = {
     "gemma3": "span",
     "qwen2_5_vl": "causal",
     "qwen3_vl": "causal",
+    "qwen3_vl_moe": "causal",
+    "qwen3_5": "causal",
+    "qwen3_5_moe": "causal",
 }
 # What a text part must say itself; where one is missing, the library's defaults hold and it is asked.
 REQUIRED = (

@@ -11,7 +11,15 @@ from penstock.models.families import EXPERT_NAMES, FAMILIES, Family
 from penstock.models.layer_specs import DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
-ROTARY_SECTIONS = {"qwen2_5_vl_text": (16, 24, 24), "qwen3_vl_text": (24, 20, 20)}  # where a config names none
+# Where a config names none.
+ROTARY_SECTIONS = {
+    "qwen2_5_vl_text": (16, 24, 24),
+    "qwen3_vl_text": (24, 20, 20),
+    "qwen3_vl_moe_text": (24, 20, 20),
+    "qwen3_5_text": (11, 11, 10),
+    "qwen3_5_moe_text": (11, 11, 10),
+}
+IN_TURNS = frozenset(ROTARY_SECTIONS) - {"qwen2_5_vl_text"}  # whose axes take turns
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -372,5 +380,5 @@ def _rotary(
         parameters=values,
         original_context=values["original_context"] if kind == "longrope" else None,
         sections=tuple(int(size) for size in parameters.get("mrope_section") or ROTARY_SECTIONS.get(model_type, ())),
-        is_interleaved=bool(parameters.get("mrope_interleaved", model_type == "qwen3_vl_text")),
+        is_interleaved=bool(parameters.get("mrope_interleaved", model_type in IN_TURNS)),
     )
