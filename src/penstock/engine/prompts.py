@@ -68,7 +68,10 @@ class PromptReader:
 
     def message_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """`variables`: what the template may know besides the messages, such as tools."""
-        return self.tokenizer.encode(self.rendered(messages, **variables), add_special_tokens=False)
+        return self.rendered_tokens(self.rendered(messages, **variables))
+
+    def rendered_tokens(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
