@@ -209,6 +209,15 @@ def written_budget(num_bytes: float) -> str:
     return f"{megabytes}MB" if megabytes < 1000 else f"{ceil(num_bytes / MB / 10) / 100:g}GB"
 
 
+def told_budget(num_bytes: int) -> str:
+    """Writes a budget in the unit that makes it a round number, as it was given; else as `--memory` takes it."""
+    for unit, size in (("GiB", GIB), ("GB", 1000 * MB), ("MiB", 1 << 20)):
+        tenths = round(num_bytes * 10 / size)
+        if num_bytes >= size and abs(num_bytes - tenths * size / 10) < 1:
+            return f"{tenths / 10:g}{unit}"
+    return written_budget(num_bytes)
+
+
 def parse_chunk_size(value: str | int) -> int | None:
     if value == "auto":
         return None

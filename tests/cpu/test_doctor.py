@@ -92,8 +92,8 @@ def test_too_little_memory_is_a_problem_with_the_amount_that_is_enough(folder):
     ((finding, remedy),) = worse(doctor(folder, "--memory", "100MB", "--no-speed"), "memory", "budget")
     assert "needs at least" in finding
     assert "--memory" in remedy
-    least = finding.partition("at least ")[2].split()[0]
-    ((finding, remedy),) = worse(doctor(folder, "--memory", f"{float(least) + 0.01}GiB", "--no-speed"), "budget") or [
+    least = int(finding.partition("at least ")[2].partition("MB")[0])
+    ((finding, remedy),) = worse(doctor(folder, "--memory", f"{least + 5}MB", "--no-speed"), "budget") or [
         ("", "Raise --memory to 4GiB for those")
     ]
     amount = remedy.partition("--memory to ")[2].split()[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hang_bound import HANG_S, within
 from penstock_command import penstock
+from tiny_chat_model import save_tiny_chat_model
 from tiny_models import prompt, save_tiny_model
 
 from penstock.cli.hints import OTHER_NAMES
@@ -91,13 +92,36 @@ def test_plan_draws_the_peak_against_the_chunk_size():
 
 
 def test_plan_says_why_a_prompt_does_not_fit_and_that_nothing_was_adjusted():
-    shown = penstock("plan", "--prompt-tokens", 20_000)
-    assert shown.returncode == 0  # as the reference says; the verdict is in the text and in the document
+    shown = penstock("plan", "--prompt-tokens", 20_000, "--memory", "3GiB")
+    assert shown.returncode == 1
     *_, verdict = shown.stdout.decode().splitlines()
     assert verdict.startswith("does not fit (20000 tokens leave no room for an answer in the context of 8192)")
-    assert verdict.endswith("raise --context")
+    assert verdict.endswith("raise --context to 20256")
     assert b"adjusted" not in shown.stdout
-    assert b"\n1 chunk of up to 20 tokens" in penstock("plan", "--prompt-tokens", 20).stdout
+    assert b"\n1 chunk of 20 tokens" in penstock("plan", "--prompt-tokens", 20).stdout
+
+
+def test_what_a_plan_says_would_do_does():
+    arguments = ["plan", "--prompt-tokens", 5000, "--chunk-size", 64, "--memory"]
+    refused = penstock(*arguments, "900MB")
+    named = re.search(r"does not fit: shorten the prompt or raise --memory to ([\d.]+[MG]B)$", refused.stdout.decode())
+    assert refused.returncode == 1
+    assert named, refused.stdout
+    assert penstock(*arguments, named[1]).returncode == 0
+
+
+def test_a_plan_counts_files_as_a_run_does(chat_folder, tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text("The gate was opened and the turbine turned. " * 20)
+    text = ["-f", path, "-p", "What turned?"]
+    planned = json.loads(penstock("plan", chat_folder, *text, "--json").stdout)
+    assert planned["prompt_tokens"] == json.loads(penstock("run", chat_folder, *text, "--json").stdout)["prompt_tokens"]
+    assert penstock("plan", chat_folder, *text, "--prompt-tokens", 9).returncode == 2
+
+
+@pytest.mark.parametrize("given", ["400MB", "300MiB", "431MB"])
+def test_a_budget_is_told_as_it_was_given(given):
+    assert f"budget is {given};".encode() in penstock("plan", "--memory", given).stderr
 
 
 def test_run_prints_one_json_document_with_exactly_the_agreed_keys(tiny_folder, document):
@@ -353,8 +377,8 @@ def test_a_file_that_cannot_fit_is_refused_before_any_step(tmp_path):
 def test_a_refused_file_is_counted_and_the_budget_that_is_named_reads_it(document):
     """Real processes: what they hold before the weights is part of the budget."""
     too_little = from_scratch("run", "-f", document, "--memory", "200MB").stderr.decode()
-    least = float(re.search(r"needs at least ([\d.]+) GiB", too_little)[1])
-    refused = from_scratch("run", "-f", document, "--memory", f"{least + 0.01:.2f}GiB").stderr.decode()
+    least = int(re.search(r"needs at least (\d+)MB", too_little)[1])
+    refused = from_scratch("run", "-f", document, "--memory", f"{least + 8}MB").stderr.decode()
     told = re.search(
         r"has (\d+) tokens; the memory budget holds .* of (\d+)\. .*raise --memory to ([\d.]+[MG]B)\.", refused
     )
@@ -438,6 +462,40 @@ def test_chat_remembers_and_reads_only_what_is_new():
     assert b"Paris" in shown.stdout
     assert b"Rome" in shown.stdout
     assert b"cached" in shown.stderr
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    save_tiny_chat_model(folder)
+    return folder
+
+
+def test_a_document_is_read_before_the_first_question_is_asked(chat_folder, tmp_path):
+    """As much of it as there is time for: one chunk at least, which the question then finds."""
+    path = tmp_path / "document.txt"
+    path.write_text("The gate was opened and the turbine turned. " * 20)
+    arguments = ["-f", path, "--chunk-size", 64, "--max-tokens", 1, "--dtype", "float32"]
+    shown = penstock("chat", chat_folder, *arguments, stdin=b"What turned?\n\n").stderr.decode()
+    first = re.search(r"read (\d+) tokens \((\d+) of them cached\)", shown)
+    assert first, shown
+    assert int(first[1]) > 128
+    assert int(first[2]) >= 64
+
+
+def test_a_document_that_leaves_no_room_for_a_question_is_refused_before_one_is_asked(chat_folder, tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text("The gate was opened and the turbine turned. " * 100)
+    refused = penstock("chat", chat_folder, "-f", path, "--context", 200, stdin=b"What turned?\n\n")
+    assert refused.returncode == 2
+    assert re.search(rb"has \d+ tokens; the context holds 200", refused.stderr)
+    assert b"> " not in refused.stderr
+
+
+def test_a_chat_answers_questions_about_itself(chat_folder):
+    shown = penstock("chat", chat_folder, "--max-tokens", 1, stdin=b"/help\n/bye\nWhat turned?\n")
+    assert (shown.returncode, shown.stdout) == (0, b"")
+    assert b"Ctrl-C stops an answer" in shown.stderr
 
 
 def test_threads_default_to_physical_cores():

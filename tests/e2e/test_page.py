@@ -79,8 +79,20 @@ def test_asking_stopping_and_asking_again(page):
     assert page.text_content("#answer")
     assert "2 requests in view" in described(page)
     assert page.is_disabled("#stop")
-    assert "MiB" in page.text_content("#memory")
+    assert "MB" in page.text_content("#memory")
     assert says(page, "#running", "0 running")
+
+
+def test_the_gauges_say_something_before_the_first_request(browser, tmp_path):
+    save_tiny_chat_model(tmp_path)
+    with serving(str(tmp_path), "--dtype", "float32", "--latency-target-ms", "900", "--memory", "2GB") as fresh:
+        page = browser.new_page()
+        page.goto(fresh.url)
+        page.wait_for_selector("#state.live")
+        assert says(page, "#step-of", "target") == "target 900 ms"
+        assert says(page, "#memory-of", "budget") == "of weights, budget 2.00 GB"
+        assert "–" not in page.text_content(".gauges")
+        page.close()
 
 
 def test_a_refusal_is_shown(page):

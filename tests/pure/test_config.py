@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.config import EngineConfig, load_config, parse_bytes
+from penstock.config import EngineConfig, load_config, parse_bytes, told_budget
 from penstock.errors import InvalidSetting
 
 
@@ -19,6 +19,11 @@ from penstock.errors import InvalidSetting
 )
 def test_sizes_are_read_as_people_write_them(text, expected):
     assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["6GiB", "1.2GiB", "500MB", "1.5GB", "512MiB", "900MB", "24GB", "1TB"])
+def test_a_budget_is_told_in_the_unit_in_which_it_was_given(text):
+    assert told_budget(parse_bytes(text)) == text.replace("1TB", "1000GB")
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "6 GiBs", "six", "1e9", "0x10", "6GiB6"])

@@ -15,7 +15,6 @@ BASE = {"request", "config", "document", "errors"}
 # What each room may import, besides itself and the base.
 ALLOWED = {
     "prompt": set(),
-    "answer": set(),
     "plan": set(),
     "schedule": {"plan", "cache.blocks", "cache.prefix", "cache.states"},
     "cache": set(),
@@ -40,7 +39,7 @@ ALLOWED = {
         "attention",
         "kernels",
     },
-    "server": {"answer", "engine", "trace", "prompt", "plan", "cache.prefix"},
+    "server": {"engine", "trace", "prompt", "plan", "cache.prefix"},
     "simulate": {"schedule", "trace", "cache"},
     "bench": {
         "engine",
@@ -84,7 +83,6 @@ EXCEPTIONS |= {
 }
 NO_TORCH = [
     "prompt",
-    "answer",
     "plan",
     "batch",
     "trace",

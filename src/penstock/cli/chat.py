@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ def chat(
         remote = RemoteModel(url, api_key, sampling, console)
         converse(console, remote.answer, who=f"{remote.name} at {url}", system=system, document=document)
         return
-    from penstock.cli.reading import follow, loaded, summarize
+    from penstock.cli.reading import follow, loaded, reading_ahead, summarize
     from penstock.foreign.processor import open_image
 
     shown = [{"type": "image", "image": open_image(image, name="image")} for image in images or ()]
@@ -57,4 +58,6 @@ def chat(
             return output.text
 
         who = f"{model} on {engine.lane.id}"
-        converse(console, answer, who=who, system=system, document=document, images=shown)
+        # A picture stands before the document; where prefixes are not shared, nothing read ahead would be kept.
+        ahead = partial(reading_ahead, engine) if engine.lane.shares_prefixes and not shown else None
+        converse(console, answer, who=who, system=system, document=document, images=shown, read_ahead=ahead)

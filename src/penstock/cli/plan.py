@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.flags import Json, Model
+from penstock.cli.flags import Json, Model, opened
 from penstock.cli.settings import ENGINE, engine_config, with_settings
-from penstock.cli.terminal import report_console, table_of
-from penstock.config import DEFAULT_MODEL, MB
+from penstock.cli.terminal import EXIT_DOES_NOT_FIT, EXIT_OK, report_console, table_of
+from penstock.config import DEFAULT_MODEL, MB, written_budget
+from penstock.errors import InvalidSetting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,24 +18,39 @@ if TYPE_CHECKING:
     from penstock.engine.planning import ModelPlan
 
 BAR_WIDTH = 40
+PROMPT_TOKENS = 4096
+ROOM = 1.02  # a run holds up to that much more before the weights than a plan can know
+ANSWER_TOKENS = 256
 
 
-@with_settings({"prompt_tokens": ENGINE})
+@with_settings({"prompt": ENGINE})
 def plan(
     model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help=f"Length of the prompt; {PROMPT_TOKENS} unless a text is given.")
+    ] = None,
+    files: Annotated[
+        list[str] | None, typer.Option("-f", "--file", help="A text file to count, or -; may be repeated.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="A text to count, behind the files.")] = None,
     json: Json = False,
     **settings: Any,
 ) -> None:
-    """Say what a prompt would cost, from the model's config alone."""
+    """Say what a prompt would cost, from the model's config alone. Exit code 1: it does not fit."""
     from penstock.cli.report import PlanReport
     from penstock.engine.planning import plan_model
 
-    found = plan_model(model, prompt_tokens, engine_config(settings))
+    parts = opened(files, prompt)
+    if parts and prompt_tokens is not None:
+        raise InvalidSetting(f"--prompt-tokens {prompt_tokens} is given beside a text. Give one or the other.")
+    found = plan_model(
+        model, parts or (PROMPT_TOKENS if prompt_tokens is None else prompt_tokens), engine_config(settings)
+    )
     if json:
         print(PlanReport.of(found).model_dump_json(indent=2))
     else:
         _show(report_console(), found)
+    raise typer.Exit(EXIT_OK if found.prompt.fits else EXIT_DOES_NOT_FIT)
 
 
 def _show(console: Console, plan: ModelPlan) -> None:
@@ -62,15 +78,17 @@ def _show(console: Console, plan: ModelPlan) -> None:
     console.print(table)
     _show_chart(console, plan)
     console.print(f"lane {plan.lane.id}: {plan.lane.reason}")
-    chunks = "1 chunk" if prompt.num_chunks == 1 else f"{prompt.num_chunks} chunks"
-    console.print(f"{chunks} of up to {prompt.chunk_size} tokens")
+    many = f"{prompt.num_chunks:,} chunks of up to"
+    console.print(f"{'1 chunk of' if prompt.num_chunks == 1 else many} {prompt.chunk_size:,} tokens")
     lack = past_context(prompt.prompt_tokens, plan.max_context, is_source=plan.lane.reads_source)
     for adjustment in prompt.adjustments:
         if adjustment != lack:  # which the verdict tells: nothing was changed
             console.print(f"adjusted: {adjustment}", style="yellow")
-    flags = ["--context"] * bool(lack) + ["--memory"] * (prompt.peak_bytes > prompt.budget_bytes)
+    flags = [f"--context to {prompt.prompt_tokens + ANSWER_TOKENS}"] if lack else []
+    if prompt.peak_bytes > prompt.budget_bytes or not lack:
+        flags.append(f"--memory to {written_budget(ROOM * prompt.peak_bytes)}")
     why = f" ({lack})" if lack else ""
-    remedy = f"does not fit{why}: shorten the prompt or raise {' and '.join(flags) or '--memory'}"
+    remedy = f"does not fit{why}: shorten the prompt or raise {' and '.join(flags)}"
     verdict = Text("fits", "green") if prompt.fits else Text(remedy, "red")
     console.print(verdict)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +14,7 @@ from penstock.cli.terminal import ShownAnswer, duration
 from penstock.config import MB, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
+from penstock.errors import PenstockError
 from penstock.plan.memory import over_budget
 from penstock.request import Finished, Output, PrefillProgress, Token
 
@@ -47,6 +50,30 @@ def follow(engine: Engine, request_id: int, console: Console, *, shows_text: boo
                 engine.abort(request_id)
     assert output is not None
     return output
+
+
+@contextmanager
+def reading_ahead(engine: Engine, messages: list[dict[str, Any]]) -> Generator[None]:
+    """Reads messages into the prefix cache in another thread, which stops within one chunk when the block ends.
+
+    The engine belongs to that thread until then. What cannot be read is refused before the block.
+    """
+    request, is_over = engine.submit(messages, max_tokens=1), Event()
+
+    def read() -> None:
+        with suppress(PenstockError):  # which the question will meet too
+            for _ in request.events():
+                if is_over.is_set():
+                    break
+
+    thread = Thread(target=read, name="penstock-read-ahead")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        engine.abort(request)
 
 
 def _told(event: PrefillProgress) -> list[str]:

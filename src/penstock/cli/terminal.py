@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 PIPE_COLUMNS = 200
+CHAT_HELP = "An empty line, /bye or Ctrl-D ends the chat; Ctrl-C stops an answer. Flags: penstock chat --help."
+CHAT_ENDS = ("/bye", "/exit", "/quit")
 BAR_COLUMNS = 20  # left to the word before the bar and to the bar itself
 
 
@@ -108,11 +111,20 @@ def converse(
     system: str | None,
     document: str,
     images: Sequence[dict[str, Any]] = (),
+    read_ahead: Callable[[list[dict[str, Any]]], AbstractContextManager[None]] | None = None,
 ) -> None:
-    """Talks until the user ends it. The document and the images belong to the first message that is answered."""
+    """Talks until the user ends it. The document and the images belong to the first message that is answered.
+
+    `read_ahead`: reads the beginning of that message while the user writes the rest.
+    """
     messages = system_messages(system)
-    console.print(f"{who}. An empty line or Ctrl-D ends the chat.", style="dim")
-    while text := ask_user(console):
+    console.print(f"{who}. An empty line or Ctrl-D ends the chat, /help says more.", style="dim")
+    while True:
+        known = [*messages, {"role": "user", "content": f"{document}\n\n"}]
+        with read_ahead(known) if read_ahead and document else nullcontext():
+            text = ask_user(console)
+        if not text:
+            return
         content = f"{document}\n\n{text}" if document else text
         with_images = [*images, {"type": "text", "text": content}]
         messages.append({"role": "user", "content": with_images if images else content})
@@ -131,11 +143,14 @@ def system_messages(system: str | None) -> list[dict[str, Any]]:
 
 
 def ask_user(console: Console) -> str:
+    """Asks until there is a line for the model; an empty one ends the chat."""
     try:
-        return console.input("[bold]> [/bold]").strip()
+        while (text := console.input("[bold]> [/bold]").strip()) in ("/help", "/?"):
+            console.print(CHAT_HELP, style="dim")
     except (EOFError, KeyboardInterrupt):
         console.print()
         return ""
+    return "" if text in CHAT_ENDS else text
 
 
 def duration(seconds: float) -> str:

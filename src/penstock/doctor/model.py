@@ -9,8 +9,8 @@ from pathlib import Path
 from penstock.config import GIB, EngineConfig
 from penstock.doctor.diagnosis import Diagnosis, Severity, good, note, refused
 from penstock.doctor.examination import CpuKernels, Examination, examine
-from penstock.engine.loading import chat_template, load_tokenizer
 from penstock.engine.planning import plan_model
+from penstock.engine.prompts import chat_template, load_tokenizer
 from penstock.errors import PenstockError
 from penstock.models.files import ModelFiles, resolve
 from penstock.models.weights import open_weights
@@ -132,13 +132,16 @@ def _kernels(kernels: CpuKernels, dtype: str) -> Iterator[Diagnosis]:
 
 
 def _fit(model: str, config: EngineConfig) -> Diagnosis:
-    """Plans the longest prompt that the model takes."""
+    """Plans the longest prompt that the model takes, and asks for more only where a budget was given."""
     longest = max(1, plan_model(model, 1, config).max_context - 1)
     prompt = plan_model(model, longest, config).prompt
     peak, budget = prompt.peak_bytes / GIB, prompt.budget_bytes / GIB
     if prompt.fits:
         finding = f"a prompt of {prompt.prompt_tokens:,} tokens takes {peak:.2f} GiB; the budget is {budget:.2f}"
         return good("budget", finding)
+    if config.memory is None:  # all that the machine has
+        longest_takes = f"the {prompt.prompt_tokens:,} tokens that the model could read at most take {peak:.2f}"
+        return good("budget", f"{budget:.2f} GiB for prompts; {longest_takes}")
     finding = f"{budget:.2f} GiB hold no prompt of {prompt.prompt_tokens:,} tokens, all that the model could read"
     remedy = f"Raise --memory to {rounded_up(prompt.peak_bytes)} for those; shorter ones run"
     return note("budget", finding, remedy)

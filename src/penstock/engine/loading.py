@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
+from penstock.engine.prompts import chat_template, load_tokenizer
 from penstock.kernels import build
 from penstock.lanes.checks import Checks
 from penstock.lanes.lane import Lane
@@ -26,7 +27,7 @@ from penstock.plan.machine import (
     return_freed_memory,
 )
 from penstock.plan.memory import MemoryModel
-from penstock.prompt.load import TokenizerParts, tokenizer_from_folder, tokenizer_from_gguf
+from penstock.prompt.load import TokenizerParts
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.tokens import Tokenizer
 
@@ -98,7 +99,6 @@ def _put_together(
     attention = loaded.attention
     failures = () if attention is None or attention.failure is None else (attention.failure,)
     adjustments = (*device_warnings(place.device), *warnings, *place.lane_adjustments(), *loaded.adjustments, *failures)
-    template = loaded.chat_template or parts.chat_template
     return LoadedModel(
         name=place.files.name,
         identity=f"{place.files.identity}:{place.dtype}" + (f":{place.quantize}" if place.lane.keeps_codes else ""),
@@ -106,7 +106,7 @@ def _put_together(
         spec=loaded.spec,
         lane=loaded.lane,
         tokenizer=tokenizer,
-        chat_template=None if template is None else ChatTemplate(template, special_tokens=parts.special_tokens),
+        chat_template=chat_template(parts, loaded.chat_template),
         bos_token=parts.special_tokens.get("bos_token"),
         eos_ids=parts.eos_ids | loaded.eos_ids,
         memory=loaded.memory,
@@ -138,16 +138,3 @@ def gpu_memory(device: torch.device) -> DeviceMemory | None:
     torch.mm(ones, ones)  # loads the library and takes its workspace
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total_bytes=total, free_bytes=free)
-
-
-def load_tokenizer(files: ModelFiles) -> TokenizerParts:
-    if files.gguf is not None:
-        return tokenizer_from_gguf(files.gguf.metadata)
-    assert files.folder is not None
-    return tokenizer_from_folder(files.folder, files.config, files.generation_config)
-
-
-def chat_template(parts: TokenizerParts) -> ChatTemplate | None:
-    if parts.chat_template is None:
-        return None
-    return ChatTemplate(parts.chat_template, special_tokens=parts.special_tokens)

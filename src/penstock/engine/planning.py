@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
@@ -19,6 +19,9 @@ from penstock.plan.devices import cuda_memory, device_warnings
 from penstock.plan.machine import default_memory_budget
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.proof.verdict import judged
+
+if TYPE_CHECKING:
+    from penstock.prompt.source import TextPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +48,13 @@ def estimated_runtime_bytes(place: Place) -> int:
     return libraries + vocabulary * defaults.TOKENIZER_BYTES_PER_TOKEN_ESTIMATE
 
 
-def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPlan:
-    if prompt_tokens < 1:
-        raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
+def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfig) -> ModelPlan:
+    """`prompt`: its length in tokens, or the parts of a message, which are counted."""
     gpu = cuda_memory() if config.device in ("auto", "cuda") else None
     place = settle(resolve(model, weights=False), config, has_cuda=gpu is not None)
+    prompt_tokens = prompt if isinstance(prompt, int) else _counted(place, prompt)
+    if prompt_tokens < 1:
+        raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
     kind = LANES[place.lane.id]
     with reading_config(model):
         runtime_bytes = gpu.runtime_bytes if gpu is not None else estimated_runtime_bytes(place)
@@ -65,7 +70,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         memory = kind.price(place, verdict)
         max_context, warnings = place.context_limit(memory.shape.max_context)
         place.room(memory)
-        prompt = plan_prompt(
+        planned = plan_prompt(
             memory,
             prompt_tokens,
             place.config,
@@ -75,7 +80,7 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
             is_whole=place.lane.reads_whole,
         )
     warnings = [*device_warnings(place.device), *warnings, *place.lane_adjustments()]
-    prompt = dataclasses.replace(prompt, adjustments=(*warnings, *prompt.adjustments))
+    planned = dataclasses.replace(planned, adjustments=(*warnings, *planned.adjustments))
 
     def peak_in_chunks(size: int) -> int:
         ends = last_chunks(prompt_tokens, size)
@@ -89,9 +94,15 @@ def plan_model(model: str, prompt_tokens: int, config: EngineConfig) -> ModelPla
         dtype=place.dtype,
         quantize=place.quantize,
         max_context=max_context,
-        prompt=prompt,
+        prompt=planned,
         peak_by_chunk_size={size: peak_in_chunks(size) for size in sizes},
     )
+
+
+def _counted(place: Place, parts: Sequence[TextPart]) -> int:
+    from penstock.engine.prompts import prompt_length
+
+    return prompt_length(place.files, parts, place.lane)
 
 
 def plan(model: str = defaults.DEFAULT_MODEL, *, prompt_tokens: int, **settings: Any) -> ModelPlan:

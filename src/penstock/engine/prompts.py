@@ -9,7 +9,9 @@ from typing import Any
 from penstock.engine.feed import ByteMeter, TokenFeed, count_tokens
 from penstock.engine.image_messages import Message, bare, image_parts, images_of, in_parts, with_images
 from penstock.errors import InvalidMedia, InvalidPrompt
-from penstock.lanes.lane import Asked
+from penstock.lanes.lane import Asked, LaneFacts
+from penstock.models.files import ModelFiles
+from penstock.prompt.load import TokenizerParts, tokenizer_from_folder, tokenizer_from_gguf
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.source import TextPart
 from penstock.prompt.tokens import Tokenizer
@@ -68,10 +70,7 @@ class PromptReader:
 
     def message_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """`variables`: what the template may know besides the messages, such as tools."""
-        return self.rendered_tokens(self.rendered(messages, **variables))
-
-    def rendered_tokens(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(self.rendered(messages, **variables), add_special_tokens=False)
 
     def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
@@ -159,6 +158,36 @@ class PromptReader:
         feed.num_given += len(batch)
         self.refuse_too_long(feed.num_given, is_all=False)
         return batch
+
+
+def load_tokenizer(files: ModelFiles) -> TokenizerParts:
+    if files.gguf is not None:
+        return tokenizer_from_gguf(files.gguf.metadata)
+    assert files.folder is not None
+    return tokenizer_from_folder(files.folder, files.config, files.generation_config)
+
+
+def chat_template(parts: TokenizerParts, own: str | None = None) -> ChatTemplate | None:
+    """Makes the template of a model's chats; `own`: one that the lane found, which comes before the tokenizer's."""
+    template = own or parts.chat_template
+    return None if template is None else ChatTemplate(template, special_tokens=parts.special_tokens)
+
+
+def prompt_length(files: ModelFiles, parts: Sequence[TextPart], facts: LaneFacts) -> int:
+    """Counts the tokens of a message made of the parts, by the tokenizer and the chat template alone."""
+    known = load_tokenizer(files)
+    reader = PromptReader(
+        tokenizer=Tokenizer(known.backend),
+        vocab_size=known.backend.get_vocab_size(),
+        template=chat_template(known),
+        bos_token=known.special_tokens.get("bos_token"),
+        reads_images=facts.reads_images,
+        is_text_part=bool(facts.why_text_only),
+        needs_length=True,
+        refuse_too_long=lambda num_tokens, is_all=True: None,
+        capacity=0,
+    )
+    return reader.chat_feed(parts).num_total or 0
 
 
 def _messages(prompt: object) -> list[Message]:

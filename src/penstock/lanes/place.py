@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config import GIB, STATE_SHARE, EngineConfig
+from penstock.config import STATE_SHARE, EngineConfig, told_budget, written_budget
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.kernels import build
 from penstock.lanes.lane import LaneFacts
@@ -110,8 +110,8 @@ class Place:
         if capacity < config.min_chunk_size:
             least = memory.peak_bytes(chunk=config.min_chunk_size, context=config.min_chunk_size)
             raise MemoryTooSmall(
-                f"The memory budget is {budget / GIB:.2f} GiB; this model needs at least {least / GIB:.2f} GiB "
-                f"({memory.shape.weight_bytes / GIB:.2f} of it weights). Raise --memory or take a smaller model."
+                f"The memory budget is {told_budget(budget)}; this model needs at least {written_budget(least)} "
+                f"({written_budget(memory.shape.weight_bytes)} of it weights). Raise --memory or take a smaller model."
             )
         return capacity
 

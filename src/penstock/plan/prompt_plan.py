@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config import GIB, EngineConfig
+from penstock.config import EngineConfig, told_budget
 from penstock.errors import InvalidSetting
 from penstock.plan.chunks import Stops, chunk_end
 from penstock.plan.memory import MemoryModel
@@ -115,7 +115,7 @@ def _adjustments(
     name = "the whole prompt" if asked == 0 else f"chunk size {asked}"
     if lowered and asked is not None:
         found.append(
-            f"{name} lowered to {min(lowered)} to {max(sizes)} by the memory budget of {budget_bytes / GIB:.2f} GiB"
+            f"{name} lowered to {min(lowered)} to {max(sizes)} by the memory budget, {told_budget(budget_bytes)}"
         )
         _refuse_if_strict(config, found[-1], "Raise --memory or lower --chunk-size.")
     if asked and asked < stops.end and asked % boundary:
