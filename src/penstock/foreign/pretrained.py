@@ -17,6 +17,7 @@ import torch
 
 from penstock.errors import InvalidModelFile, UnsupportedModel, first_line
 from penstock.models.files import ModelFiles
+from penstock.models.media_spec import in_eight_bits
 from penstock.models.stored_names import HEAD, decoder_prefix
 from penstock.models.weights import SLICE_BYTES, open_weights
 
@@ -87,6 +88,8 @@ def _class_of(files: ModelFiles, mapping: str, why_unknown: str) -> tuple[type, 
 def load_tower(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """An image-text model without its language part, whose weights are not read: what is left encodes images."""
     config = copy.deepcopy(config)
+    if in_eight_bits(files.config.get("quantization_config")):
+        del config.quantization_config  # the tower is not: the loader has looked
     text = config.get_text_config()
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):

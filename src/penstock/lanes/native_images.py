@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from penstock.attention.backend import ForwardInputs, MediaInputs
+from penstock.errors import UnsupportedModel
 from penstock.foreign.images import MediaModel, MediaPrompt
 from penstock.foreign.pretrained import image_text_class, load_tower, quiet_library
 from penstock.lanes.lane import LaneFacts
@@ -18,7 +19,7 @@ from penstock.lanes.media_intake import ImageReader, MediaIntake
 from penstock.lanes.native_text import NativeTextLane, native_lane
 from penstock.models.files import ModelFiles
 from penstock.models.media_spec import NATIVE_MEDIA, media_decoder_spec
-from penstock.models.stored_names import stored_spec
+from penstock.models.stored_names import DRAFTING, HEAD, SCALES, decoder_prefix, stored_spec
 from penstock.models.weights import open_weights
 from penstock.plan.machine import return_freed_memory
 from penstock.plan.memory import ModelShape
@@ -136,9 +137,19 @@ class NativeImagesLoader:
     def __init__(self, files: ModelFiles) -> None:
         require_folder(files, "Image-text")
         self.weights = open_weights(files)
+        self._refuse_tower_in_eight_bits(files)
         self.spec = stored_spec(media_decoder_spec(files), self.weights, files.folder)
         self.reader = ImageReader.of(files)
         self.model_class, self.model_config = image_text_class(files)
+
+    def _refuse_tower_in_eight_bits(self, files: ModelFiles) -> None:
+        prefix = decoder_prefix(self.weights.names, files.folder)
+        scales = (name for name in self.weights.names if name.endswith(SCALES) and not name.endswith(f"{HEAD}{SCALES}"))
+        if found := min((name for name in scales if not name.startswith((prefix, DRAFTING))), default=None):
+            raise UnsupportedModel(
+                f"{files.folder}: {found!r} belongs to the vision tower, which is read in full precision only. "
+                "Take a checkpoint whose tower is not quantized, or give --text-only."
+            )
 
     def load(self, loading: Loading) -> LoadedLane:
         files, num_tokens = loading.place.files, loading.num_tokens(loading.memory)

@@ -11,7 +11,7 @@ from penstock.lanes.lane import Claim, LaneFacts, LaneKind
 from penstock.lanes.place import Place
 from penstock.models.families import FAMILIES
 from penstock.models.generic_spec import num_stored_parameters
-from penstock.models.media_spec import NATIVE_MEDIA, media_text_config, num_deepstack_layers, text_part
+from penstock.models.media_spec import NATIVE_MEDIA, in_eight_bits, media_text_config, num_deepstack_layers, text_part
 from penstock.models.shapes import native_shape
 from penstock.plan.memory import MemoryModel
 from penstock.proof.verdict import Verdict
@@ -19,7 +19,8 @@ from penstock.proof.verdict import Verdict
 
 def claim(config: Mapping[str, Any]) -> Claim:
     """The decoder's own config may be left to the library in part; then its type alone is known."""
-    model_type, images = config.get("model_type"), generic_images_kind.claim(config)
+    known = {name: value for name, value in config.items() if name != "quantization_config" or not in_eight_bits(value)}
+    model_type, images = config.get("model_type"), generic_images_kind.claim(known)
     if not images.eligible:
         return images
     if model_type not in NATIVE_MEDIA:

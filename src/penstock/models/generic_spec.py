@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import InvalidModelFile
 from penstock.models.files import ModelFiles
 from penstock.models.safetensors import read_safetensors_header
-from penstock.models.stored_names import DRAFTING, HEAD, decoder_prefix
+from penstock.models.stored_names import BESIDE_WEIGHTS, DRAFTING, HEAD, decoder_prefix
 
 # Recurrent models name no limit; this is what their pool is sized for when --context is not given.
 CONTEXT_WITHOUT_LIMIT = 2**17
@@ -171,7 +171,8 @@ def num_stored_parameters(files: ModelFiles) -> int | None:
     if files.why_text_only and sizes:
         prefix = decoder_prefix(sizes, files.folder)
         sizes = {name: size for name, size in sizes.items() if name.startswith(prefix) or name.endswith(HEAD)}
-    return sum(size for name, size in sizes.items() if not name.startswith(DRAFTING)) or None
+    read = (name for name in sizes if not name.startswith(DRAFTING) and not name.endswith(BESIDE_WEIGHTS))
+    return sum(sizes[name] for name in read) or None
 
 
 def estimated_parameters(spec: GenericSpec) -> int:

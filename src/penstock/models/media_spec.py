@@ -68,6 +68,11 @@ def _tied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {} if tied is None else {"tie_word_embeddings": tied}
 
 
+def in_eight_bits(quantization: object) -> bool:
+    """Tells whether matrices are stored as eight-bit floats with scales, which our own reader expands."""
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+
+
 def media_decoder_spec(files: ModelFiles) -> DecoderSpec:
     return decoder_spec(media_text_config(files))
 

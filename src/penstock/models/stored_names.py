@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 FUSED_GATE, FUSED_DOWN = "gate_up_proj", "down_proj"
+SCALES = "_scale_inv"  # after the name of a tensor in eight bits: what its blocks are multiplied with
+BESIDE_WEIGHTS = (SCALES, ".activation_scale")
 DRAFTING = "mtp."  # layers that guess tokens ahead; nothing here runs them
 
 

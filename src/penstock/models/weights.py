@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ from penstock.models.gguf_translation import HfTensor, hf_tensors
 from penstock.models.groups import from_gguf, grouped
 from penstock.models.quantized import QuantizedRows
 from penstock.models.safetensors import StoredTensor, read_safetensors_header
+from penstock.models.stored_names import SCALES
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
 MXFP4_ITEMS = 32  # values that share a scale
@@ -49,7 +51,9 @@ class WeightSource(Protocol):
 def open_weights(files: ModelFiles) -> WeightSource:
     if files.gguf is not None:
         return GgufWeights(files.gguf)
-    return SafetensorsWeights(files.weight_files)
+    quantization = files.config.get("quantization_config")
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    return SafetensorsWeights(files.weight_files, scale_block=tuple(blocks) if blocks else FP8_BLOCK)
 
 
 # --- what both sources share --------------------------------------------------------------------------------
@@ -117,11 +121,41 @@ def _common_type(num_values: Counter[str]) -> str:
 
 # --- safetensors --------------------------------------------------------------------------------------------
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+FP8_BLOCK = (128, 128)  # rows and columns that share a scale, where a config does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScales:
+    """Holds the scales of a matrix, or of several of equal shape one below the other, whose blocks have one each."""
+
+    scales_RC: torch.Tensor  # a row for each row of blocks
+    num_rows: int  # of a matrix
+    width: int  # of its rows
+    rows: int  # of a block
+    columns: int
+
+    def scaled(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """Float32 values of whole rows, of which the first is value number `start`."""
+        width = self.width
+        row_n = start // width + torch.arange(values.numel() // width)
+        blocks_of_matrix = -(-self.num_rows // self.rows)
+        block_n = row_n // self.num_rows * blocks_of_matrix + row_n % self.num_rows // self.rows
+        scales = self.scales_RC[block_n].repeat_interleave(self.columns, dim=1)[:, :width]
+        return values.float().view(-1, width) * scales
 
 
 class SafetensorsWeights:
-    def __init__(self, paths: Iterable[Path]) -> None:
+    """`scale_block`: rows and columns of a matrix in eight bits that share a scale."""
+
+    def __init__(self, paths: Iterable[Path], *, scale_block: tuple[int, ...] = FP8_BLOCK) -> None:
+        self._scale_block = scale_block
         self._tensors: dict[str, StoredTensor] = {}
         paths = tuple(paths)
         for path in paths:
@@ -165,6 +199,7 @@ class SafetensorsWeights:
                 "so use a checkpoint in one of those or a GGUF file."
             )
         dtype = DTYPES[tensor.dtype]
+        scales = self._scales(tensor, name) if dtype == torch.float8_e4m3fn else None
         if destination.dtype == dtype and destination.is_contiguous() and destination.device.type == "cpu":
             _read_into(tensor.path, tensor.offset + first * dtype.itemsize, destination)
             return
@@ -174,7 +209,28 @@ class SafetensorsWeights:
                 buffer = torch.empty(part.numel(), dtype=dtype)
             values = buffer[: part.numel()]
             _read_into(tensor.path, tensor.offset + start * dtype.itemsize, values)
+            if scales is not None:
+                values = scales.scaled(values, start)
             part.copy_(values.view(part.shape))
+
+    def _scales(self, tensor: StoredTensor, name: str) -> BlockScales | None:
+        """None for values in eight bits that are what they say."""
+        stored = self._tensors.get(f"{name}{SCALES}")
+        if stored is None:
+            return None
+        *_, num_rows, num_columns = (1, *tensor.shape)
+        rows, columns = self._scale_block if prod(stored.shape) > 1 else (num_rows, num_columns)
+        shape = (*tensor.shape[:-2], -(-num_rows // rows), -(-num_columns // columns))
+        if prod(stored.shape) != prod(shape):
+            raise InvalidModelFile(
+                f"{tensor.path}: {name!r} {tensor.shape} has scales {stored.shape}, blocks of {rows} x {columns} need "
+                f"{shape}; take config and weights from the same model."
+            )
+        values = torch.empty(stored.shape)
+        self._copy_values(values, stored, f"{name}{SCALES}", 0)
+        return BlockScales(
+            scales_RC=values.view(-1, shape[-1]), num_rows=num_rows, width=num_columns, rows=rows, columns=columns
+        )
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         tensor, matrix = self._find(name), destination.matrix
