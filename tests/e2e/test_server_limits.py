@@ -271,6 +271,20 @@ def test_connections_that_take_too_long_to_ask_are_ended(folder):
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(server, version):
+    """To a proxy that believes the first length, the second request is a part of the first one's body."""
+    hidden = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    content = b"2\r\n{}\r\n0\r\n\r\n" + hidden
+    head = f"{HEAD}Connection: keep-alive\r\nTransfer-Encoding: chunked\r\nContent-Length: {len(content)}\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head.replace("HTTP/1.1", f"HTTP/{version}").encode() + content)
+        answer = received(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b" 400 " in answer
+    assert b"The body has two lengths" in answer
+
+
 def test_a_client_has_so_many_connections_and_no_more(folder):
     with serving(folder, "--dtype", "float32", "--max-connections-per-client", "4") as server:
         with ExitStack() as asking:

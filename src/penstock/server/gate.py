@@ -64,6 +64,10 @@ class Gate:
             _write_log(scope, state, status)
 
     def _check(self, path: str, method: str, headers: Headers) -> None:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy that believes the other one has read another request than the one that ends here.
+            message = "The body has two lengths. Send either Content-Length or Transfer-Encoding."
+            raise Refused(message, is_last=True)
         if not self._key_digests:  # a key is what no page of another site has
             self._pages.check_host(headers)
             self._pages.check_sender(method, headers)

@@ -29,12 +29,16 @@ RETRY_SOON_S = 1.0
 
 
 class Refused(PenstockError):
-    """What only a server refuses, with the HTTP status that says so and the field that it is about."""
+    """What only a server refuses, with the HTTP status that says so and the field that it is about.
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
+    `is_last`: nothing more is read from the connection.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, is_last: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.headers = {"Connection": "close"} if is_last else {}
 
 
 class Problem(BaseModel):
