@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from hang_bound import HANG_S, within
+from pydantic import ValidationError
 from starlette.requests import Request
 from tiny_models import prompt
 
@@ -22,9 +23,13 @@ from penstock.request import Chunk, SamplingParams, StepPlan, StepResult
 from penstock.server.app import make_app
 from penstock.server.board import Board
 from penstock.server.metrics import Metrics, Stalls
+from penstock.server.openai.asks import CompletionAsk
+from penstock.server.openai.chat_asks import ChatAsk
+from penstock.server.openai.response_asks import ResponseAsk
 from penstock.server.run import Run
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
+from penstock.server.tokens import TokensAsk
 
 
 def ask(method, path, at="http://localhost:8000", settings=None, **options):
@@ -210,6 +215,45 @@ def test_a_name_that_others_may_have_pointed_here_is_not_answered_without_a_key(
     assert status == 200 or "--allowed-host" in answer.json()["error"]["message"]
     key = {"authorization": "Bearer k"}
     assert ask("GET", "/version", at=at, settings=settings | {"api_keys": ("k",)}, headers=key).status_code == 200
+
+
+def _filled(before, part, after, num_bytes=30_000_000):
+    """A large body, and nothing in it that is large."""
+    return (before + ",".join([part] * (num_bytes // (len(part) + 1))) + after).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (_filled('{"messages": [', "[]", "]}"), "more than 1,048,576 commas and brackets"),
+        (_filled('{"prompt": [', "7", "]}"), "more than 1,048,576 commas and brackets"),
+        (_filled("", "{", ""), "more than 1,048,576 commas and brackets"),
+        (_filled('{"messages": [', '{"role": "user", "content": "a"}', "]}", 2_000_000), "more than 32,768 strings"),
+        (_filled("{", '"a\\\\": "b"', "}", 2_000_000), "more than 32,768 strings"),
+    ],
+    ids=["lists", "tokens", "deep", "messages", "keys"],
+)
+def test_a_body_that_holds_more_than_is_read_in_a_moment_is_refused_before_it_is_parsed(content, what):
+    headers = {"content-type": "application/json"}
+    refused = ask("POST", "/v1/chat/completions", content=content, headers=headers)
+    assert refused.status_code == 413
+    assert what in refused.text
+
+
+def test_what_stands_in_a_long_text_is_not_held_against_it():
+    refused = ask("POST", "/v1/completions", json={"model": "smollm2", "prompt": '{"a": "b", "c\\": [1, 2]}' * 100_000})
+    assert refused.status_code == 503, "it was read, and would have been answered if the model were there"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "most"),
+    [(ChatAsk, "messages", 1), (ResponseAsk, "input", 4), (CompletionAsk, "prompt", 4), (TokensAsk, "tokens", 1)],
+)
+def test_one_mistake_of_a_list_is_enough(kind, field, most):
+    """Of a million, each would be told of in a document of its own."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": "m", field: [[{}]] * 1000})
+    assert refused.value.error_count() <= most
 
 
 def test_options_do_not_tell_which_routes_there_are_to_those_without_a_key():

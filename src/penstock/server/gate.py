@@ -13,6 +13,7 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.server.bodies import BodyMeter
 from penstock.server.pages import OwnPages
 from penstock.server.problems import Refused, problem_response
 from penstock.server.settings import ServerSettings
@@ -74,8 +75,8 @@ class Gate:
         elif path not in OPEN_PATHS and not self._is_preflight(method, headers):
             self._check_key(headers)
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            raise self._too_large()
+        if length.isdecimal():
+            BodyMeter(self._max_body_bytes).refuse_size(int(length))
 
     def _is_preflight(self, method: str, headers: Headers) -> bool:
         """Tells a browser's question about CORS, which brings no key and is answered alike for every path."""
@@ -95,12 +96,12 @@ class Gate:
             raise Refused(message, status=401)
 
     def _bounded(self, receive: Receive) -> Receive:
-        num_received, is_whole = 0, False
+        meter, is_whole = BodyMeter(self._max_body_bytes), False
         now = asyncio.get_running_loop().time
         ends_at = now() + self._whole_body_timeout_s
 
         async def bounded() -> Message:
-            nonlocal num_received, is_whole
+            nonlocal is_whole
             try:
                 async with asyncio.timeout_at(None if is_whole else min(now() + self._body_timeout_s, ends_at)):
                     message = await receive()
@@ -108,17 +109,11 @@ class Gate:
                 late = f"The body was not whole after {self._whole_body_timeout_s:g} s."
                 paused = f"Nothing of the body came for {self._body_timeout_s:g} s."
                 raise Refused(late if now() >= ends_at else paused, status=408) from None
-            num_received += len(message.get("body", b""))
             is_whole = is_whole or not message.get("more_body", False)
-            if num_received > self._max_body_bytes:
-                raise self._too_large()
+            meter.take(message.get("body", b""))
             return message
 
         return bounded
-
-    def _too_large(self) -> Refused:
-        message = f"The body is larger than {self._max_body_bytes:,} bytes, the most that is taken."
-        return Refused(message, status=413)
 
 
 def _key(headers: Headers) -> str:

@@ -13,8 +13,8 @@ from penstock.cache.prefix import root_hash
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, PromptTooLong
 from penstock.plan.prompt_plan import PromptPlan
-from penstock.server.openai.asks import Ask, ChunkSize, TokenId
-from penstock.server.openai.chat_asks import GivenMessage
+from penstock.server.openai.asks import FIRST_MISTAKE, Ask, ChunkSize, TokenId
+from penstock.server.openai.chat_asks import GivenMessage, Messages
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -26,7 +26,7 @@ class TextAsk(Ask):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[GivenMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -44,7 +44,7 @@ class Tokens(BaseModel):
 
 class TokensAsk(Ask):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FIRST_MISTAKE]
 
 
 class Text(BaseModel):
@@ -55,8 +55,8 @@ class PlanAsk(Ask):
     """A text, messages, token ids, or only how many tokens there would be."""
 
     model: str | None = None
-    prompt: str | list[TokenId] | None = None
-    messages: Annotated[list[GivenMessage], Field(min_length=1)] | None = None
+    prompt: str | Annotated[list[TokenId], FIRST_MISTAKE] | None = None
+    messages: Messages | None = None
     prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     chunk_size: ChunkSize = None
 

@@ -11,15 +11,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from penstock.request import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
+FIRST_MISTAKE = Field(fail_fast=True)  # of a list: one is told, and a list of a million takes as long as one of few
 ChunkSize = Annotated[int, Field(ge=0)] | Literal["auto"] | None  # None: the server's; 0: the prompt is read whole
 MAX_STOPS = 16
 MAX_PROMPTS = 64
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 # One text or many, as text or as tokens.
 Texts = (
     str
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Tokens
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 
 

@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.request import SamplingParams
 from penstock.server.openai.asks import (
+    FIRST_MISTAKE,
     MAX_DEPTH,
     Ask,
     JsonObject,
@@ -60,13 +61,13 @@ class GivenCall(Ask):
 
 class GivenMessage(Ask):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[GivenText | ImagePart] | None = None
+    content: str | Annotated[list[GivenText | ImagePart], FIRST_MISTAKE] | None = None
     name: str | None = None
-    tool_calls: list[GivenCall] | None = None
+    tool_calls: Annotated[list[GivenCall], FIRST_MISTAKE] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # what the model thought before, for templates that print it again
     reasoning: str | None = None  # the same, as others call it
-    reasoning_details: list[JsonObject] | None = None
+    reasoning_details: Annotated[list[JsonObject], FIRST_MISTAKE] | None = None
     cache_control: JsonObject | None = None
 
     @property
@@ -131,6 +132,9 @@ def _call(call: GivenCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+Messages = Annotated[list[GivenMessage], Field(min_length=1, fail_fast=True)]
+
+
 class Function(Ask):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -189,13 +193,13 @@ class ResponseFormat(Ask):
 
 
 class ChatAsk(SamplingFields):
-    messages: Annotated[list[GivenMessage], Field(min_length=1)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.server.openai.asks import (
+    FIRST_MISTAKE,
     Ask,
     ChunkSize,
     InertFields,
@@ -42,7 +43,7 @@ class InputImage(GivenItem):
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-Content = str | list[InputText | InputImage]
+Content = str | Annotated[list[InputText | InputImage], FIRST_MISTAKE]
 
 
 class InputMessage(GivenItem):
@@ -61,7 +62,7 @@ class ReasoningText(GivenItem):
 
 class ReasoningItem(GivenItem):
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], FIRST_MISTAKE] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         return {"role": "assistant", "reasoning_content": "".join(part.text for part in self.content or [])}
@@ -119,7 +120,8 @@ Item = Annotated[
 
 
 Input = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1), Tag("items")], Discriminator(text_or_items)
+    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("items")],
+    Discriminator(text_or_items),
 ]
 
 
@@ -175,12 +177,12 @@ class ResponseAsk(InertFields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = 1.0
     top_p: float | None = 1.0
-    tools: list[AnyTool] | None = None
+    tools: Annotated[list[AnyTool], FIRST_MISTAKE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], FIRST_MISTAKE] | None = None
     max_tool_calls: int | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: JsonObject | None = None
