@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import torch
 
 from penstock.attention.backend import ForwardInputs
-from penstock.lanes.lane import TextLane
+from penstock.lanes.lane import Lane
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.models.files import ModelFiles
 from penstock.models.weights import open_weights
 
 
-class BigramLane(TextLane):
+class BigramLane(Lane):
     def __init__(self, table_VV: torch.Tensor, loading: Loading) -> None:
         self.table_VV = table_VV
         self.facts = loading.place.lane

@@ -16,7 +16,7 @@ from penstock.foreign.pages import CallSizes, JoinedModel, attention_calls, page
 from penstock.foreign.pretrained import causal_class, load_causal, quiet_library
 from penstock.foreign.signature import ForwardSignature, read_signature
 from penstock.lanes.generic_text_kind import price
-from penstock.lanes.lane import LaneFacts, TextLane
+from penstock.lanes.lane import Lane, LaneFacts
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import GenericSpec, generic_spec
@@ -25,7 +25,7 @@ from penstock.proof.text import check_real_text
 from penstock.proof.verdict import Verdict, Way
 
 
-class GenericTextLane(TextLane):
+class GenericTextLane(Lane):
     """`ways` is what runs the steps: joined calls over our pages, or the model's own caches."""
 
     def __init__(self, ways: JoinedModel | OwnCaches, *, shape: ModelShape, facts: LaneFacts) -> None:

@@ -173,65 +173,27 @@ class TextPrompt:
         """Does nothing: tokens are ready to be read."""
 
 
-class Lane(Protocol):
+class Lane:
+    """What the engine asks of a lane. As most have it: prompts of tokens, nothing kept of a sequence, nothing made
+    ahead of time."""
+
     facts: LaneFacts
     shape: ModelShape
-    max_prompt: int | None  # tokens of a prompt, where that is less than the context; None: it is not
-    placeholder: int | None  # the token that stands for an image; None: there is none
+    max_prompt: int | None = None  # tokens of a prompt, where that is less than the context; None: it is not
+    placeholder: int | None = None  # the token that stands for an image; None: there is none
 
     @property
     def captures_steps(self) -> bool:
         """Tells whether `capture` makes something for steps with prompt chunks."""
-        ...
-
-    @property
-    def waves(self) -> Waves | None:
-        """The waves in which a GPU attends; None where they are not known."""
-        ...
-
-    def prompt(self, ask: Asked, limits: PromptLimits) -> LanePrompt:
-        """Makes what is asked into a prompt of this lane, or refuses it."""
-        ...
-
-    def refuse_too_long(self, num_tokens: int, *, is_all: bool = True) -> None: ...
-
-    def begin(self, sequence_id: int, prompt: Any) -> None:
-        """Takes a prompt of this lane, which a sequence will read from its start."""
-        ...
-
-    def run(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Float32 logits of `inputs.logit_rows`."""
-        ...
-
-    def release(self, sequence_id: int) -> None:
-        """Frees what the lane itself keeps of a sequence that ended or must begin again."""
-        ...
-
-    def capture(self) -> None:
-        """Makes ahead of time what would be made in the middle of requests."""
-        ...
-
-    def use_products(self, num_tokens: int) -> None:
-        """Uses the matrix kernels of a step of that size, so that no request waits until they are loaded."""
-        ...
-
-
-class TextLane:
-    """What most lanes have in common: prompts of tokens, nothing kept of a sequence, nothing made ahead of time."""
-
-    facts: LaneFacts
-    max_prompt: int | None = None
-    placeholder: int | None = None
-
-    @property
-    def captures_steps(self) -> bool:
         return False
 
     @property
     def waves(self) -> Waves | None:
+        """The waves in which a GPU attends; None where they are not known."""
         return None
 
     def prompt(self, ask: Asked, limits: PromptLimits) -> LanePrompt:
+        """Makes what is asked into a prompt of this lane, or refuses it."""
         if ask.images:
             raise reads_text_only(len(ask.images), self.facts.id, self.facts.why_text_only)
         if ask.answer_start:
@@ -239,16 +201,20 @@ class TextLane:
         return TextPrompt(positions=ask.tokens)
 
     def refuse_too_long(self, num_tokens: int, *, is_all: bool = True) -> None:
-        """Refuses nothing: the context says how long a prompt may be."""
+        """Refuses nothing unless a lane says more: the context says how long a prompt may be."""
 
     def begin(self, sequence_id: int, prompt: Any) -> None:
-        """Does nothing: tokens come with the steps."""
+        """Takes a prompt of this lane, which a sequence will read from its start; tokens come with the steps."""
+
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Float32 logits of `inputs.logit_rows`."""
+        raise NotImplementedError
 
     def release(self, sequence_id: int) -> None:
-        """Does nothing: what is kept of a sequence are its blocks, and the scheduler gives them back."""
+        """Frees what the lane itself keeps of a sequence that ended or must begin again; blocks are the scheduler's."""
 
     def capture(self) -> None:
-        """Does nothing."""
+        """Makes ahead of time what would be made in the middle of requests."""
 
     def use_products(self, num_tokens: int) -> None:
-        """Does nothing."""
+        """Uses the matrix kernels of a step of that size, so that no request waits until they are loaded."""

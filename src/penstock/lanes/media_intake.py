@@ -17,7 +17,7 @@ from penstock.foreign.pretrained import load_processor
 from penstock.foreign.processor import MediaProcessor
 from penstock.foreign.signature import read_signature
 from penstock.lanes.generic_images_kind import image_shares
-from penstock.lanes.lane import Asked, PromptLimits, TextLane
+from penstock.lanes.lane import Asked, Lane, PromptLimits
 from penstock.lanes.loading import Loading
 from penstock.models.files import ModelFiles
 from penstock.plan.memory import MemoryModel
@@ -58,7 +58,7 @@ class ImageReader:
         return dataclasses.replace(media, features=FeatureCache(kept_bytes)), encoder_bytes
 
 
-class MediaIntake(TextLane):
+class MediaIntake(Lane):
     """What lanes that read images share."""
 
     def __init__(self, media: MediaModel, *, reader: ImageReader, encoder_bytes: int) -> None:

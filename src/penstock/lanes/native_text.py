@@ -11,7 +11,7 @@ from penstock.cache.storage import KvStorage, StateStorage
 from penstock.kernels import build
 from penstock.kernels.calls import c_kernels
 from penstock.lanes.graphs import DecodeGraphs
-from penstock.lanes.lane import LaneFacts, TextLane
+from penstock.lanes.lane import Lane, LaneFacts
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.lanes.pieces import MAX_TOKENS, StepPieces, captured_size
 from penstock.lanes.place import CPU_TILING
@@ -27,7 +27,7 @@ from penstock.plan.waves import Waves
 assert (CPU_TILING.query_rows, CPU_TILING.key_rows) == (QUERY_ROWS, KEY_ROWS), "the plan and the kernel disagree"
 
 
-class NativeTextLane(TextLane):
+class NativeTextLane(Lane):
     def __init__(
         self,
         decoder: Decoder,

@@ -19,7 +19,7 @@ from penstock.errors import InvalidModelFile, InvalidSetting, PromptTooLong, cou
 from penstock.foreign.pretrained import load_causal, quiet_library, seq2seq_class
 from penstock.foreign.source_decoder import CrossStates, SourceDecoder
 from penstock.foreign.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
-from penstock.lanes.lane import Asked, LaneFacts, PromptLimits, TextLane, TextPrompt
+from penstock.lanes.lane import Asked, Lane, LaneFacts, PromptLimits, TextPrompt
 from penstock.lanes.loading import LoadedLane, Loading, require_folder
 from penstock.models.files import ModelFiles
 from penstock.models.seq2seq_spec import seq2seq_spec
@@ -89,7 +89,7 @@ class _Reading:
     cache: Any = None  # None until the source is read
 
 
-class Seq2SeqLane(TextLane):
+class Seq2SeqLane(Lane):
     """`why_no_start`: why an answer that is begun cannot be read in chunks; empty where it can."""
 
     def __init__(
