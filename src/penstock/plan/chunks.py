@@ -96,19 +96,13 @@ class PrefillChunk:
     is_last: bool
 
 
-def next_chunk(num_computed: int, num_tokens: int, config: ChunkedPrefillConfig) -> tuple[int, int]:
-    """[start, end) of the chunk that follows `num_computed` tokens."""
-    start = max(0, num_computed - config.overlap)
-    budget = config.chunk_size or num_tokens
-    return start, chunk_end(start, budget, Stops(end=num_tokens)).position
-
-
 def create_prefill_chunks(tokens: Sequence[int], config: ChunkedPrefillConfig) -> list[PrefillChunk]:
     """All chunks of a prompt; none for an empty one."""
     chunks: list[PrefillChunk] = []
-    num_computed = 0
+    num_computed, stops = 0, Stops(end=len(tokens))
     while num_computed < len(tokens):
-        start, end = next_chunk(num_computed, len(tokens), config)
+        start = max(0, num_computed - config.overlap)
+        end = chunk_end(start, config.chunk_size or len(tokens), stops).position
         chunks.append(
             PrefillChunk(
                 tokens=tuple(tokens[start:end]),

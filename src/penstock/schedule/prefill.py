@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config import PrefillPriority
-from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, next_chunk, num_chunks
+from penstock.plan.chunks import ChunkedPrefillConfig, PrefillChunk, create_prefill_chunks
 from penstock.schedule.budget import POLICIES
 
 
@@ -40,11 +40,11 @@ class PrefillScheduler:
         self.config = config
         self.decode_available = False
         self._most_yields = POLICIES[config.priority].decode_turns_between_chunks
-        self._tokens = tuple(tokens)
-        self._num_computed = 0
+        self._chunks = create_prefill_chunks(tokens, config)
+        self._num_tokens = len(tokens)
         self._num_committed_chunks = 0
         self._num_yields = 0
-        self._in_flight: PrefillChunk | None = None
+        self._is_in_flight = False
 
     def next_action(self) -> Action:
         if self.is_complete:
@@ -54,40 +54,33 @@ class PrefillScheduler:
         if self.decode_available and not begins and self._num_yields < self._most_yields:
             self._num_yields += 1
             return YieldToDecode()
-        start, end = next_chunk(self._num_computed, len(self._tokens), self.config)
-        self._in_flight = PrefillChunk(
-            tokens=self._tokens[start:end],
-            start_pos=start,
-            end_pos=end,
-            chunk_index=self._num_committed_chunks,
-            is_last=end == len(self._tokens),
-        )
-        return Prefill(self._in_flight)
+        self._is_in_flight = True
+        return Prefill(self._chunks[self._num_committed_chunks])
 
     def commit(self) -> None:
         """The chunk last handed out was computed."""
-        assert self._in_flight is not None, "no chunk was handed out"
-        self._num_computed = self._in_flight.end_pos
+        assert self._is_in_flight, "no chunk was handed out"
         self._num_committed_chunks += 1
         self._num_yields = 0
-        self._in_flight = None
+        self._is_in_flight = False
 
     @property
     def is_complete(self) -> bool:
-        return self._num_computed == len(self._tokens)
+        return self._num_committed_chunks == len(self._chunks)
 
     @property
     def progress(self) -> float:
         """Share of the tokens that were committed; 1.0 when there are none."""
-        return self._num_computed / len(self._tokens) if self._tokens else 1.0
+        committed = self._chunks[: self._num_committed_chunks]
+        return 1.0 if self.is_complete else (committed[-1].end_pos if committed else 0) / self._num_tokens
 
     @property
     def total_chunks(self) -> int:
-        return num_chunks(len(self._tokens), self.config)
+        return len(self._chunks)
 
     @property
     def memory_savings(self) -> float:
         """Share of the activation memory that is saved: it grows with the chunk, not with the prompt."""
-        if not self._tokens or self.config.chunk_size == 0:
+        if not self._num_tokens or self.config.chunk_size == 0:
             return 0.0
-        return 1 - min(self.config.chunk_size, len(self._tokens)) / len(self._tokens)
+        return 1 - min(self.config.chunk_size, self._num_tokens) / self._num_tokens
