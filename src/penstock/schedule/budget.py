@@ -27,8 +27,7 @@ class Policy:
     """What a priority means. The two bounds say how long each side may be kept waiting by the other, in steps."""
 
     decodes_beside_prompts: bool  # a step that carries prompt chunks carries the decodes too
-    has_floor: bool  # prompts get at least the floor in every step that carries them
-    fills_without_target: bool  # with no latency target, prompts run beside decodes
+    has_floor: bool  # prompts get the floor in every step that carries them, and all there is without a latency target
     most_steps_without_decode: int
     most_steps_without_prefill: int
 
@@ -44,30 +43,27 @@ POLICIES = {
     PrefillPriority.PREFILL_FIRST: Policy(
         decodes_beside_prompts=False,
         has_floor=True,
-        fills_without_target=True,
         most_steps_without_decode=256,
         most_steps_without_prefill=0,
     ),
     PrefillPriority.INTERLEAVED: Policy(
         decodes_beside_prompts=True,
         has_floor=True,
-        fills_without_target=True,
         most_steps_without_decode=0,
         most_steps_without_prefill=0,
     ),
     PrefillPriority.DECODE_PRIORITY: Policy(
         decodes_beside_prompts=True,
         has_floor=False,
-        fills_without_target=False,
         most_steps_without_decode=0,
         most_steps_without_prefill=LONGEST_PREFILL_WAIT,
     ),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepLoad:
-    """What a step's time depends on."""
+    """What a step's time depends on. It is counted up while a step is put together, and then left as it is."""
 
     num_tokens: int = 0
     num_prompt_tokens: int = 0  # of these
@@ -79,10 +75,23 @@ class StepLoad:
     def of(cls, chunks: Iterable[Chunk]) -> StepLoad:
         load = cls()
         for chunk in chunks:
-            is_decode = not chunk.is_prompt and chunk.num_tokens == 1
-            before = chunk.num_before
-            load = load.with_decode(before + 1) if is_decode else load.with_chunk(before, chunk.num_tokens)
+            load.count(chunk)
         return load
+
+    @property
+    def num_decodes(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    def count(self, chunk: Chunk, sign: int = 1) -> None:
+        """Adds a chunk, or with -1 takes it away again."""
+        num_tokens, before = sign * chunk.num_tokens, chunk.num_before
+        self.num_tokens += num_tokens
+        if chunk.is_prefill:
+            self.num_prompt_tokens += num_tokens
+            self.token_contexts += num_tokens * before + sign * (num_tokens * num_tokens // 2)
+            self.chunk_contexts += sign * before
+        else:
+            self.decode_contexts += sign * (before + 1)
 
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
         return StepLoad(
@@ -94,13 +103,7 @@ class StepLoad:
         )
 
     def with_decode(self, context: int) -> StepLoad:
-        return StepLoad(
-            num_tokens=self.num_tokens + 1,
-            num_prompt_tokens=self.num_prompt_tokens,
-            token_contexts=self.token_contexts,
-            decode_contexts=self.decode_contexts + context,
-            chunk_contexts=self.chunk_contexts,
-        )
+        return replace(self, num_tokens=self.num_tokens + 1, decode_contexts=self.decode_contexts + context)
 
     @property
     def features(self) -> tuple[float, ...]:

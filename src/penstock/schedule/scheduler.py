@@ -246,8 +246,9 @@ class Scheduler:
         if not draft.chunk_by_sequence:
             self._give_up(draft)
             return None
-        self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.num_decodes else 0
-        self._steps_without_prefill = self._steps_without_prefill + 1 if prompts and not draft.num_prompt_tokens else 0
+        self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.load.num_decodes else 0
+        is_behind = prompts and not draft.load.num_prompt_tokens
+        self._steps_without_prefill = self._steps_without_prefill + 1 if is_behind else 0
         self._num_steps += 1
         return self._commit_to(draft)
 
@@ -276,7 +277,7 @@ class Scheduler:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
         flight = self._land(result.step)
         self.budget.observe(flight.load, result.elapsed_s)
-        self._queue_limit.observe(flight.num_prompt_tokens, result.elapsed_s)
+        self._queue_limit.observe(flight.load.num_prompt_tokens, result.elapsed_s)
         for chunk in flight.plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.num_steps -= 1
@@ -358,11 +359,9 @@ class Scheduler:
             predicted_bytes=self.peak_estimate(
                 load.num_tokens, max([self._num_slots(chunk) for chunk in chunks]), self.resident_tokens
             ),
-            reason=f"{self.limits.priority.value}: {draft.num_decodes} decodes, {draft.num_prompt_tokens} of prompts",
+            reason=f"{self.limits.priority.value}: {load.num_decodes} decodes, {load.num_prompt_tokens} of prompts",
         )
-        num_prompt_tokens = draft.num_prompt_tokens
-        claimed = frozenset(draft.claimed)
-        self._flights.append(Flight(plan=plan, load=load, num_prompt_tokens=num_prompt_tokens, claimed=claimed))
+        self._flights.append(Flight(plan=plan, load=load, claimed=frozenset(draft.claimed)))
         return plan
 
     def _land(self, step: int) -> Flight:
@@ -439,7 +438,7 @@ class Scheduler:
             num_tokens = max(num_tokens, sequence.num_scheduled - start + 1)
             stops = self._stops(sequence)
             end = chunk_end(start, num_tokens, stops).position
-            if end - start > num_tokens and draft.num_prompt_tokens:
+            if end - start > num_tokens and draft.load.num_prompt_tokens:
                 continue  # a span over the budget has a step to itself, beside decodes at most
             end = uncut_end(min(end, self._end_without_preemption(sequence, draft)), stops)
             if end > sequence.num_scheduled:
@@ -475,7 +474,7 @@ class Scheduler:
 
     def _end_without_preemption(self, sequence: Sequence, draft: Draft) -> int:
         """How far the blocks reach that nobody holds, less one for each running stream's next token."""
-        num_reserved = draft.num_streams - draft.num_decodes
+        num_reserved = draft.num_streams - draft.load.num_decodes
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_available - max(0, num_reserved))
         return sequence.request.num_reached(num_blocks * self.limits.block_size)
 
@@ -487,15 +486,15 @@ class Scheduler:
         if own:
             wanted = min(wanted, own)
         if ceiling := self.budget.ceiling_of(own):
-            wanted = min(wanted, ceiling - draft.num_prompt_tokens)
+            wanted = min(wanted, ceiling - draft.load.num_prompt_tokens)
         if has_decodes and self.policy.decodes_beside_prompts:
             wanted = self._shared_with_decodes(sequence, wanted, draft)
         elif self.policy.decodes_beside_prompts:
             allowed = self.budget.allowance(draft.load, num_slots, wanted, STRETCH_WITHOUT_DECODES, chunk_size=own)
-            wanted = allowed if draft.num_prompt_tokens else max(allowed, min(wanted, self.budget.floor))
+            wanted = allowed if draft.load.num_prompt_tokens else max(allowed, min(wanted, self.budget.floor))
         if wanted < 1:
             return 0
-        num_scheduled = draft.num_decodes + draft.num_prompt_tokens
+        num_scheduled = draft.load.num_tokens
         try:
             longest = max(num_slots, draft.longest_before)
             allowed = self.chunk_limit(longest, self.resident_tokens, wanted + num_scheduled)
@@ -507,11 +506,11 @@ class Scheduler:
     def _shared_with_decodes(self, sequence: Sequence, wanted: int, draft: Draft) -> int:
         policy, budget = self.policy, self.budget
         allowed = 0
-        if budget.target_s is not None or policy.fills_without_target:
+        if budget.target_s is not None or policy.has_floor:
             num_slots = sequence.request.num_slots(sequence.num_scheduled)
             allowed = budget.allowance(draft.load, num_slots, wanted, chunk_size=sequence.request.chunk_size)
         is_overdue = self._steps_without_prefill >= policy.most_steps_without_prefill
-        is_first = draft.num_prompt_tokens == 0
+        is_first = draft.load.num_prompt_tokens == 0
         if is_first and policy.has_floor:
             return max(allowed, min(wanted, budget.floor))
         if is_first and is_overdue:

@@ -205,11 +205,8 @@ class SimulatedRun:
 
     def _advance(self, plan: StepPlan) -> bool:
         """Moves the clock by what the step takes; says whether the target could be kept."""
-        decode_ends = [chunk.end for chunk in plan.chunks if not chunk.is_prefill]
-        load = decodes = StepLoad(num_tokens=len(decode_ends), decode_contexts=sum(decode_ends))
-        for chunk in plan.chunks:
-            if chunk.is_prefill:
-                load = load.with_chunk(chunk.start, chunk.num_tokens)
+        load = StepLoad.of(plan.chunks)
+        decodes = StepLoad(num_tokens=load.num_decodes, decode_contexts=load.decode_contexts)
         self._step_began = self.elapsed_s
         expected_s = self.machine.seconds(load.features)
         self.elapsed_s += expected_s * max(0.5, self._rng.gauss(1.0, NOISE))
