@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,12 +37,11 @@ class ForwardMemory:
 
     def largest_chunk(self, *, batch: int, start: int, free_bytes: int, upper: int) -> int:
         """0 if not even one token fits."""
-        low, high = 0, upper
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.added_bytes(batch=batch, chunk=middle, context=start + middle) <= free_bytes
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+
+        def added(chunk: int) -> int:
+            return self.added_bytes(batch=batch, chunk=chunk, context=start + chunk)
+
+        return bisect_right(range(1, upper + 1), free_bytes, key=added)
 
     def require_room(self, *, batch: int, start: int, end: int, held_bytes: int, budget_bytes: int) -> None:
         """The keys and values of the whole prompt, and its last token, must fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
@@ -119,19 +120,14 @@ class MemoryModel:
     ) -> int:
         """The most tokens after `start` whose peak stays within the budget; 0 if not even one does."""
 
-        def fits(chunk: int) -> bool:
+        def peak(chunk: int) -> int:
             context = start + chunk
             resident = max(resident_tokens + chunk, context)
             if capacity_tokens is not None:
                 resident = min(resident, capacity_tokens)
-            peak = self.peak_bytes(chunk=chunk, context=context, resident_tokens=resident, state_slots=state_slots)
-            return peak <= budget_bytes
+            return self.peak_bytes(chunk=chunk, context=context, resident_tokens=resident, state_slots=state_slots)
 
-        low, high = 0, upper
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low
+        return bisect_right(range(1, upper + 1), budget_bytes, key=peak)
 
     def kv_capacity(self, *, budget_bytes: int, chunk: int) -> int:
         """Tokens whose KV fits the budget beside the smallest chunk that must still run; a whole number of blocks."""
