@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,22 +43,15 @@ class CallSizes:
     value_size: int
 
 
+@dataclass(slots=True)
 class _JoinedStep:
     """What the registered function needs while a model runs: where keys go, and which call this is."""
 
-    def __init__(self, attention: AttentionBackend) -> None:
-        self.attention = attention
-        self.num_calls = 0
+    attention: AttentionBackend | None  # None: nothing attends, the sizes of the calls are wanted
+    calls: list[CallSizes] = field(default_factory=list)
 
 
-class _Probe:
-    """Collects the sizes of the calls instead of attending."""
-
-    def __init__(self) -> None:
-        self.calls: list[CallSizes] = []
-
-
-_current: ContextVar[_JoinedStep | _Probe | None] = ContextVar("penstock_attention", default=None)
+_current: ContextVar[_JoinedStep | None] = ContextVar("penstock_attention", default=None)
 
 
 def paged_attention(
@@ -79,11 +72,10 @@ def paged_attention(
     current = _current.get()
     if current is None:
         raise CannotJoin("attention was called outside of a step")
-    if isinstance(current, _Probe):
-        current.calls.append(_sizes(query, key, value))
+    attention, layer = current.attention, len(current.calls)
+    current.calls.append(_sizes(query, key, value))
+    if attention is None:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # some models view it
-    attention, layer = current.attention, current.num_calls
-    current.num_calls += 1
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     rule = AttentionRule(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -134,7 +126,7 @@ def attention_calls(model: Any, signature: ForwardSignature) -> tuple[CallSizes,
     """The sizes of every attention call of a forward, from one token; raises where our pages cannot hold them."""
     if not signature.accepts("position_ids"):
         raise CannotJoin("its forward takes no position_ids")
-    probe = _Probe()
+    probe = _JoinedStep(None)
     token = _current.set(probe)
     try:
         zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -192,7 +184,7 @@ class JoinedForward:
             logits = self.calls.logits(joined, rows)
         finally:
             _current.reset(token)
-        assert step.num_calls == self._num_calls, f"{step.num_calls} attention calls, {self._num_calls} expected"
+        assert len(step.calls) == self._num_calls, f"{len(step.calls)} attention calls, {self._num_calls} expected"
         return logits
 
 

@@ -5,12 +5,9 @@ One sequence per call, with the model's own cache. Images are encoded when their
 
 from __future__ import annotations
 
-import torch
-
-from penstock.attention.backend import ForwardInputs
 from penstock.errors import UnsupportedModel
 from penstock.foreign.forward import CachedForward
-from penstock.foreign.images import MediaModel, MediaPrompt
+from penstock.foreign.images import MediaModel
 from penstock.foreign.own_cache import OwnCaches
 from penstock.foreign.pretrained import image_text_class, load_causal, quiet_library
 from penstock.lanes.lane import LaneFacts
@@ -36,20 +33,11 @@ class MultimodalLane(MediaIntake):
         self.shape = shape
         self.facts = facts
         self._caches = OwnCaches(CachedForward(media.model, self.signature))
-
-    def begin(self, sequence_id: int, prompt: MediaPrompt) -> None:
-        self._caches.expect(sequence_id, prompt)
-
-    def release(self, sequence_id: int) -> None:
-        self._caches.release(sequence_id)
+        self.begin, self.run, self.release = self._caches.expect, self._caches.run, self._caches.release
 
     @property
     def num_kept(self) -> int:
         return self._caches.num_kept
-
-    def run(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Float32 logits of the wanted rows, in the order of the step."""
-        return self._caches.run(inputs)
 
     def cache_bytes(self) -> tuple[int, int]:
         """Measures (bytes of a sequence whatever its length, bytes per token) of the model's own cache."""

@@ -8,13 +8,14 @@ Attention depends on every chunk's length and context, the rest of a layer on th
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
+from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.config import GPU_STEP_SIZES
 from penstock.lanes.graphs import PaddedTokens, without_collection
 from penstock.models.decoder import Decoder
@@ -111,24 +112,15 @@ class _Dry:
 
     name = "capture"
     failure = None
+    store: Callable[..., torch.Tensor]  # as attention has it
 
     def __init__(self, attention: PiecewiseAttention, size: int) -> None:
         self._attention = attention
         self._size = size
+        self.store = attention.store
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         raise AssertionError("a capture is no step")
-
-    def store(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        rotation: Rotation | None,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        return self._attention.store(layer, q_THD, k_TKD, v_TKD, rotation, norms)
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
