@@ -53,7 +53,7 @@ class MachineMemory:
 
 
 def machine_memory() -> MachineMemory:
-    table = {line.split(":")[0]: int(line.split()[1]) * KIB for line in _lines(Path("/proc/meminfo"))}
+    table = _meminfo()
     swap = table.get("SwapTotal", 0)
     return MachineMemory(
         total_bytes=table.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -65,20 +65,14 @@ def machine_memory() -> MachineMemory:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    for line in _lines(Path("/proc/cpuinfo")):
-        name, _, values = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(values.split())
-    return frozenset()
+    cpu = named_values("/proc/cpuinfo")
+    return frozenset((cpu.get("flags") or cpu.get("Features") or "").split())
 
 
 @cache
 def processor_name() -> str:
-    for line in _lines(Path("/proc/cpuinfo")):
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.processor() or platform.machine()
+    cpu = named_values("/proc/cpuinfo")
+    return cpu.get("model name") or cpu.get("Model") or platform.processor() or platform.machine()
 
 
 def forget_peak() -> None:
@@ -127,10 +121,11 @@ def num_physical_cores() -> int:
 
 
 def _machine_available() -> int:
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * KIB
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return _meminfo().get("MemAvailable") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _meminfo() -> dict[str, int]:
+    return {name: int(value.split()[0]) * KIB for name, value in named_values("/proc/meminfo").items()}
 
 
 def _cgroup_available() -> int | None:
@@ -168,6 +163,12 @@ def _peak_from_rusage() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * KIB
+
+
+def named_values(path: str | Path) -> dict[str, str]:
+    """Reads lines `name: value`, of equal names the first; nothing where there is no such file."""
+    pairs = [line.partition(":") for line in reversed(_lines(Path(path)))]
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _first_line(path: str, default: str) -> str:
