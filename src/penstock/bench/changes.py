@@ -121,11 +121,9 @@ def _change(probe: str, before: Measure, after: Measure, *, usual_spread: float,
         low.samples
     )
     is_change = has_enough and is_apart and is_beyond
-    return Change(
+    return Change.from_fields_of(
+        after,
         probe=probe,
-        variant=after.variant,
-        quantity=after.quantity,
-        x=after.x,
         before=before.median,
         after=after.median,
         limit=limit,

@@ -165,7 +165,7 @@ class CpuBench(Workbench):
 
     def run(self, parts: Iterable[str]) -> CpuReport:
         every: dict[str, Callable[[], None]] = {
-            "reading": self._reading,
+            "reading": lambda: self._by_length("reading", self.sizes.prompt_lengths, _reads),
             "chunks": self._chunks,
             "writing": self._writing,
             "streams": self._streams,
@@ -191,9 +191,6 @@ class CpuBench(Workbench):
             text_sha256=hashlib.sha256(_text().encode()).hexdigest(),
         )
         return judged(report, limits.larger(self._measure_limits()))
-
-    def _reading(self) -> None:
-        self._by_length("reading", self.sizes.prompt_lengths, _reads)
 
     def _writing(self) -> None:
         """Measures writing after prompts whose reading is not counted."""

@@ -15,7 +15,7 @@ from penstock.bench.workbench import BenchSettings, ProbeSizes
 from penstock.config import GIB
 from penstock.document import Document
 from penstock.errors import InvalidSetting
-from penstock.plan.machine import num_physical_cores, processor_name
+from penstock.plan.machine import named_values, num_physical_cores, processor_name
 
 FORMAT = 1
 
@@ -106,16 +106,7 @@ def default_folder() -> Path:
 
 def gpu_names() -> tuple[str, ...]:
     found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return tuple(_value_after("Model", path) for path in found)
-
-
-def _value_after(name: str, path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    values = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name)
-    return next(values, "")
+    return tuple(named_values(path).get("Model", "") for path in found)
 
 
 def _read(line: str) -> BenchRun | None:

@@ -53,17 +53,13 @@ def diagnose_speed(model: str, config: EngineConfig) -> tuple[list[Diagnosis], S
             load_s = time.perf_counter() - began
             if obstacle := _obstacle(engine):
                 return [obstacle], None
-            findings = [*_attention(engine), diagnose_exactness(engine)]
+            findings = [diagnose_exactness(engine)]
+            if engine.model.device.type == "cuda":  # what it was found to be fastest with
+                findings.insert(0, good("attention", f"on this model: {engine.model.attention}"))
             speed = measured(engine, load_s=load_s)
             return [*findings, *_told(speed)], speed
     except PenstockError as error:
         return [refused("loading", error)], None
-
-
-def _attention(engine: Engine) -> Iterator[Diagnosis]:
-    """What a GPU was found to be fastest with."""
-    if engine.model.device.type == "cuda":
-        yield good("attention", f"on this model: {engine.model.attention}")
 
 
 def _obstacle(engine: Engine) -> Diagnosis | None:
@@ -91,7 +87,7 @@ def measured(engine: Engine, *, load_s: float, most_seconds: float = MAX_SECONDS
         alone = _write(engine, [prompt[:context]], began + 0.8 * most_seconds)
         together = _write(engine, [prompt[:context]] * NUM_STREAMS, began + most_seconds)
     cost = StepCost.fitted(observations)
-    rates = {size: _rate(cost, size) for size in sizes}
+    rates = {size: size / max(1e-9, cost.predict(StepLoad().with_chunk(CONTEXT, size))) for size in sizes}
     return Speed(
         load_s=round(load_s, 1),
         measured_s=round(time.perf_counter() - began, 1),
@@ -164,10 +160,6 @@ def _difference(engine: Engine, seed: int) -> float:
     assert chunked is not None
     pairs = [(one, other) for one, other in zip(whole, chunked, strict=True) if one is not None and other is not None]
     return sum(abs(one.logprob - other.logprob) for one, other in pairs) / len(pairs)
-
-
-def _rate(cost: StepCost, size: int) -> float:
-    return size / max(1e-9, cost.predict(StepLoad().with_chunk(CONTEXT, size)))
 
 
 def _told(speed: Speed) -> Iterator[Diagnosis]:
