@@ -157,20 +157,16 @@ class CpuAttention:
         is_taken = q_THD.dtype == torch.bfloat16 and group <= LARGEST_GROUP and not sees_spans
         if self.compiled is not None and is_taken:
             return self.compiled.attend(layer, q_THD, rule, sinks_H)
-        out_THD = torch.empty_like(q_THD)
+        out_THD, part = torch.empty_like(q_THD), _by_flash if self.has_flash and rule.softcap is None else _by_scores
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for index, (row, start, end, runs) in enumerate(self._chunks()):
             spans = self._spans(index)
             for tile in range(start, end, QUERY_ROWS):
                 tile_end = min(tile + QUERY_ROWS, end)
                 rows = slice(row + tile - start, row + tile_end - start)
-                out_THD[rows] = _attend_tile(
-                    self._part(rule), q_THD[rows], keys, values, runs, tile, tile_end, rule, sinks_H, spans
-                )
+                queries = _Tile(part, q_THD[rows], keys, values, runs, tile, tile_end, rule)
+                out_THD[rows] = queries.attended(sinks_H, spans)
         return out_THD
-
-    def _part(self, rule: AttentionRule) -> Part:
-        return _by_flash if self.has_flash and rule.softcap is None else _by_scores
 
     def _spans(self, chunk: int) -> tuple[Span, ...]:
         assert self._inputs is not None, "begin_step comes first"
@@ -204,60 +200,53 @@ def _slots(runs: tuple[SlotRun, ...], start: int, end: int) -> Iterator[tuple[in
             yield first, last, run.slot + first - run.start
 
 
-def _attend_tile(
-    attend: Part,
-    q_QHD: torch.Tensor,
-    keys_SKD: torch.Tensor,
-    values_SKD: torch.Tensor,
-    runs: tuple[SlotRun, ...],
-    start: int,
-    end: int,
-    rule: AttentionRule,
-    sinks_H: torch.Tensor | None,
-    spans: tuple[Span, ...] = (),
-) -> torch.Tensor:
-    """Queries at positions [start, end) over all that they see; partial results are merged by their log-sum-exp."""
-    merged: tuple[torch.Tensor, torch.Tensor] | None = None
-    for segment in segments(start, end, rule.window):
-        for first, last, slot in _slots(runs, segment.start, segment.end):
-            k_NKD, v_NKD = keys_SKD[slot : slot + last - first], values_SKD[slot : slot + last - first]
-            mask = QueryMask(start=start, end=end, window=rule.window) if segment.is_masked else None
-            part = attend(q_QHD, k_NKD, v_NKD, first, mask, rule)
-            merged = part if merged is None else _merge(merged, part)
-    assert merged is not None
-    for span in spans:
-        _merge_span(attend, merged, q_QHD, keys_SKD, values_SKD, runs, start, end, rule, span)
-    out_QHD, lse_QH1 = merged
-    if sinks_H is not None:
-        out_QHD = out_QHD * torch.sigmoid(lse_QH1 - sinks_H[:, None])
-    return out_QHD.to(q_QHD.dtype)
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries at positions [start, end) of a sequence, its pages, and what attends to some of their keys."""
 
+    attend: Part
+    q_QHD: torch.Tensor
+    keys_SKD: torch.Tensor
+    values_SKD: torch.Tensor
+    runs: tuple[SlotRun, ...]
+    start: int
+    end: int
+    rule: AttentionRule
 
-def _merge_span(
-    attend: Part,
-    merged: tuple[torch.Tensor, torch.Tensor],
-    q_QHD: torch.Tensor,
-    keys_SKD: torch.Tensor,
-    values_SKD: torch.Tensor,
-    runs: tuple[SlotRun, ...],
-    start: int,
-    end: int,
-    rule: AttentionRule,
-    span: Span,
-) -> None:
-    """Adds what a span's queries see besides: the keys of the span that come after them, window or not."""
-    first_query, last_query = max(start, span.start), min(end, span.end)
-    if first_query >= last_query:
-        return
-    assert rule.softcap is None, "no family has both spans and softcaps"
-    rows = slice(first_query - start, last_query - start)
-    out_QHD, lse_QH1 = merged
-    for low in range(first_query, span.end, KEY_ROWS):
-        for first, last, slot in _slots(runs, low, min(low + KEY_ROWS, span.end)):
-            mask = QueryMask(start=first_query, end=last_query, is_reversed=True)
+    def attended(self, sinks_H: torch.Tensor | None, spans: tuple[Span, ...]) -> torch.Tensor:
+        """Attends over all that the queries see; partial results are merged by their log-sum-exp."""
+        merged: tuple[torch.Tensor, torch.Tensor] | None = None
+        for segment in segments(self.start, self.end, self.rule.window):
+            mask = QueryMask(start=self.start, end=self.end, window=self.rule.window) if segment.is_masked else None
+            for part in self._parts(self.q_QHD, segment.start, segment.end, mask):
+                merged = part if merged is None else _merge(merged, part)
+        assert merged is not None
+        for span in spans:
+            self._merge_span(merged, span)
+        out_QHD, lse_QH1 = merged
+        if sinks_H is not None:
+            out_QHD = out_QHD * torch.sigmoid(lse_QH1 - sinks_H[:, None])
+        return out_QHD.to(self.q_QHD.dtype)
+
+    def _merge_span(self, merged: tuple[torch.Tensor, torch.Tensor], span: Span) -> None:
+        """Adds what a span's queries see besides: the keys of the span that come after them, window or not."""
+        first, last = max(self.start, span.start), min(self.end, span.end)
+        if first >= last:
+            return
+        assert self.rule.softcap is None, "no family has both spans and softcaps"
+        rows, mask = slice(first - self.start, last - self.start), QueryMask(start=first, end=last, is_reversed=True)
+        out_QHD, lse_QH1 = merged
+        for low in range(first, span.end, KEY_ROWS):
+            for part in self._parts(self.q_QHD[rows], low, min(low + KEY_ROWS, span.end), mask):
+                out_QHD[rows], lse_QH1[rows] = _merge((out_QHD[rows], lse_QH1[rows]), part)
+
+    def _parts(
+        self, q_QHD: torch.Tensor, start: int, end: int, mask: QueryMask | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields what queries get of the keys [start, end), run by run."""
+        for first, last, slot in _slots(self.runs, start, end):
             pages = slice(slot, slot + last - first)
-            part = attend(q_QHD[rows], keys_SKD[pages], values_SKD[pages], first, mask, rule)
-            out_QHD[rows], lse_QH1[rows] = _merge((out_QHD[rows], lse_QH1[rows]), part)
+            yield self.attend(q_QHD, self.keys_SKD[pages], self.values_SKD[pages], first, mask, self.rule)
 
 
 def _by_flash(
