@@ -24,23 +24,13 @@ def trace_head(engine: Engine) -> Trace:
     return Trace(
         began_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         environment=environment(device=device, num_threads=torch.get_num_threads()),
-        model=TraceModel(
-            name=model.name,
-            dtype=model.dtype,
-            num_parameters=shape.num_parameters,
-            weight_bytes=shape.weight_bytes,
-            max_context=model.max_context,
-        ),
+        model=TraceModel.from_fields_of(model, num_parameters=shape.num_parameters, weight_bytes=shape.weight_bytes),
         lane=TraceLane.of(engine.lane),
-        limits=TraceLimits(
+        limits=TraceLimits.from_fields_of(
+            config,
             memory_budget_bytes=model.budget_bytes,
-            chunk_size=config.chunk_size,
-            overlap=config.overlap,
             priority=config.priority.value,
-            latency_target_ms=config.latency_target_ms,
             num_blocks=engine.scheduler.pool.num_blocks,
-            block_size=config.block_size,
-            max_running=config.max_running,
         ),
         adjustments=tuple(engine.adjustments),
     )
@@ -52,5 +42,5 @@ def taken(engine: Engine, recorder: Recorder, *, last_s: float | None = None) ->
     if recorder.longest_prompt:
         plan = engine.plan(recorder.longest_prompt)
         changes["adjustments"] = plan.adjustments
-        changes["plan"] = TracePlan(**{name: getattr(plan, name) for name in TracePlan.model_fields})
+        changes["plan"] = TracePlan.from_fields_of(plan)
     return dataclasses.replace(recorder.taken(last_s=last_s), head=recorder.head.model_copy(update=changes))

@@ -105,13 +105,11 @@ def seq2seq_shape(spec: Seq2SeqSpec, dtype_bytes: int, num_parameters: int | Non
     answering_bytes = encoder.hidden_size * dtype_bytes + cross_bytes
     reading_bytes = (encoder.hidden_size + encoder.kv_elements_per_token) * dtype_bytes
     held_bytes = max(answering_bytes, reading_bytes) + spec.num_passes * POSITION_BYTES
-    return ModelShape(
+    return ModelShape.of(
+        encoder,
         num_layers=decoder.num_layers,
-        hidden_size=encoder.hidden_size,
-        num_heads=encoder.num_heads,
         num_kv_heads=decoder.num_kv_heads,
         head_size=decoder.head_size,
-        intermediate_size=encoder.intermediate_size,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters if num_parameters is None else num_parameters,
         largest_matrix=encoder.hidden_size * max(encoder.intermediate_size, encoder.num_heads * encoder.head_size),

@@ -26,18 +26,11 @@ def native_shape(
     """`multiplies_codes`: quantized matrices are not dequantized for a product."""
     spec = decoder_spec(config)
     quantized = quantized_sizes(spec, quantization) if quantization is not None else None
-    return ModelShape(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
+    return ModelShape.of(
+        spec,
         intermediate_size=spec.widest_mlp,
-        vocab_size=spec.vocab_size,
-        num_parameters=spec.num_parameters,
         largest_matrix=0 if quantized and quantized.are_all and multiplies_codes else _largest_matrix(spec),
         dtype_bytes=DTYPE_BYTES[dtype],
-        max_context=spec.max_context,
         attends_through_scores=spec.attention_softcap is not None,
         num_quantized=quantized.num_values if quantized else 0,
         quantized_bytes=quantized.num_bytes if quantized else 0,
@@ -76,19 +69,11 @@ def _largest_matrix(spec: DecoderSpec) -> int:
 def generic_shape(spec: GenericSpec, *, num_parameters: int, item_bytes: int, keeps_own_cache: bool) -> ModelShape:
     """`keeps_own_cache`: keys grow by copying, and heads are repeated, layer by layer."""
     copied = 2 * item_bytes * spec.head_size * (spec.num_heads + spec.num_kv_heads)
-    return ModelShape(
+    return ModelShape.of(
+        spec,
         num_layers=spec.num_kv_layers,
-        hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
         num_parameters=num_parameters,
-        largest_matrix=spec.largest_matrix,
         dtype_bytes=item_bytes,
-        max_context=spec.max_context,
-        state_bytes=spec.state_bytes,
         copied_bytes_per_token=copied if keeps_own_cache and spec.num_kv_layers else 0,
         kv_values_per_token=spec.own_kv_values if keeps_own_cache else None,
     )

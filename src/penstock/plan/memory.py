@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
+from typing import Any
 
 from penstock.config import CHECKPOINT_TOKENS, MB, STATE_SHARE
 from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
@@ -40,6 +41,12 @@ class ModelShape:
     group_sum_bytes_per_token: int = 0  # where they are
     copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
     kv_values_per_token: int | None = None  # of all layers; None: they are all alike
+
+    @classmethod
+    def of(cls, spec: object, **others: Any) -> ModelShape:
+        """Takes each size from the others, or from what the spec has under the same name."""
+        names = [field.name for field in fields(cls) if field.name not in others and hasattr(spec, field.name)]
+        return cls(**{name: getattr(spec, name) for name in names}, **others)
 
     @property
     def weight_bytes(self) -> int:
