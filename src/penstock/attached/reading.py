@@ -39,15 +39,11 @@ class Reading:
     """How the last prompt was read. `chunks` is empty where it was read whole, and `reason` says why."""
 
     num_tokens: int
-    num_cached: int  # tokens that a cache held already; not counted where the prompt was read whole
-    chunks: tuple[ChunkRecord, ...]
-    applied: bool
+    num_cached: int = 0  # tokens that a cache held already; not counted where the prompt was read whole
+    chunks: tuple[ChunkRecord, ...] = ()
+    applied: bool = False
     reason: str
     adjustments: tuple[str, ...] = ()
-
-    @classmethod
-    def whole(cls, num_tokens: int, reason: str) -> Reading:
-        return cls(num_tokens=num_tokens, num_cached=0, chunks=(), applied=False, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,29 +87,30 @@ class Chunks:
         self.records.append(ChunkRecord(start=start, end=end, ms=(now - self.last) * 1e3))
         self.pace.note(start, end, now - self.last)
         self.last = now
-        if self.on_progress is not None:
-            elapsed_s = now - self.started
-            if num_done is None:
-                left_s = self.pace.seconds_left(end, self.num_tokens, elapsed_s)
-            else:
-                left_s = elapsed_s * (self.num_tokens - num_done) / num_done if num_done else 0.0
-            told = (start, end) if num_done is None else (0, num_done)
-            self.on_progress(self._progress(*told, elapsed_s, left_s))
-
-    def _progress(self, start: int, end: int, elapsed_s: float, left_s: float) -> PrefillProgress:
-        return PrefillProgress(
-            request_id=self.request_id,
-            num_computed=self.num_cached + end,
-            num_cached=self.num_cached,
-            num_total=self.num_cached + self.num_tokens,
-            num_total_estimate=self.num_cached + self.num_tokens,
-            chunk_start=self.num_cached + start,
-            chunk_end=self.num_cached + end,
-            elapsed_s=elapsed_s,
-            tokens_per_s=end / elapsed_s if elapsed_s > 0 else 0.0,
-            eta_s=left_s,
-            memory_bytes=held_bytes(self.device),
-            predicted_peak_bytes=self.predicted_bytes,
+        if self.on_progress is None:
+            return
+        elapsed_s = now - self.started
+        if num_done is None:
+            left_s = self.pace.seconds_left(end, self.num_tokens, elapsed_s)
+        else:
+            start, end = 0, num_done
+            left_s = elapsed_s * (self.num_tokens - end) / end if end else 0.0
+        num_total = self.num_cached + self.num_tokens
+        self.on_progress(
+            PrefillProgress(
+                request_id=self.request_id,
+                num_computed=self.num_cached + end,
+                num_cached=self.num_cached,
+                num_total=num_total,
+                num_total_estimate=num_total,
+                chunk_start=self.num_cached + start,
+                chunk_end=self.num_cached + end,
+                elapsed_s=elapsed_s,
+                tokens_per_s=end / elapsed_s if elapsed_s > 0 else 0.0,
+                eta_s=left_s,
+                memory_bytes=held_bytes(self.device),
+                predicted_peak_bytes=self.predicted_bytes,
+            )
         )
 
 
@@ -157,7 +154,7 @@ class TextReader:
         self._num_prompt_tokens = num_tokens(inputs)
         is_short = num_tokens(inputs) <= self.bounds.chunk_size and self.bounds.budget_bytes is None
         if is_short and self._images is None:
-            self.reading = Reading.whole(num_tokens(inputs), "the prompt fits one chunk")
+            self.reading = Reading(num_tokens=num_tokens(inputs), reason="the prompt fits one chunk")
             return False
         return True
 
