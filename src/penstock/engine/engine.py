@@ -207,10 +207,7 @@ class Engine:
 
     def generate(self, prompt: Prompt, **sampling: Any) -> Output:
         """Runs one request to its end."""
-        for event in self.stream(prompt, **sampling):
-            if isinstance(event, Finished):
-                return event.output
-        raise AssertionError("a stream ends with Finished")
+        return self.generate_batch([prompt], **sampling)[0]
 
     def generate_batch(self, prompts: Iterable[Prompt], **sampling: Any) -> list[Output]:
         """Runs the prompts together; each step carries chunks of many."""
@@ -336,7 +333,8 @@ class Engine:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
             is_encoding = any(active.prompt.is_encoding for active in self._active.values())
             assert is_encoding or not is_stuck, "requests wait and none can run"
-        return self._take_events()
+        events, self._new_events = self._new_events, []
+        return events
 
     def _launch(self) -> bool:
         """Plans a step and hands it to the device; False when nothing can run before another has landed."""
@@ -550,10 +548,6 @@ class Engine:
             self.recorder.take_event(event)
         if event.request_id in self._mailboxes:
             self._mailboxes[event.request_id].append(event)
-
-    def _take_events(self) -> list[Event]:
-        events, self._new_events = self._new_events, []
-        return events
 
     def _collect_ended(self) -> None:
         for request_id, reason in self.scheduler.take_ended():

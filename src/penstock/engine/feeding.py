@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from penstock.engine.active import Active
 from penstock.engine.intake import Intake
@@ -13,29 +14,21 @@ from penstock.request import Sequence
 from penstock.schedule.scheduler import Scheduler
 
 
+@dataclass(frozen=True, slots=True)
 class Feeding:
-    def __init__(
-        self,
-        lane: Lane,
-        scheduler: Scheduler,
-        intake: Intake,
-        active: Mapping[int, Active],
-        fail: Callable[[int, Exception], None],
-    ) -> None:
-        """`active` is the engine's own; `fail` ends a request whose prompt cannot be had."""
-        self._lane = lane
-        self._scheduler = scheduler
-        self._intake = intake
-        self._active = active
-        self._fail = fail
+    lane: Lane
+    scheduler: Scheduler
+    intake: Intake
+    active: Mapping[int, Active]  # the engine's own
+    fail: Callable[[int, Exception], None]  # ends a request whose prompt cannot be had
 
     def begin(self, request_id: int) -> None:
         """The lane is told what a prompt has beside its tokens, before it reads from the start."""
-        self._lane.begin(request_id, self._active[request_id].prompt)
+        self.lane.begin(request_id, self.active[request_id].prompt)
 
     def encode_next(self) -> None:
         """One call of an encoder per step, so that running streams wait for no more than that."""
-        waiting = ((request_id, active.prompt) for request_id, active in self._active.items())
+        waiting = ((request_id, active.prompt) for request_id, active in self.active.items())
         request_id, prompt = next(((number, one) for number, one in waiting if one.is_encoding), (0, None))
         if prompt is None:
             return
@@ -44,17 +37,17 @@ class Feeding:
             if not prompt.is_encoding:
                 return_freed_memory()  # the encoder's, so that it is not held beside a chunk's
                 tokens = list(prompt.positions)
-                self._scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=prompt.keys)
+                self.scheduler.extend_prompt(request_id, tokens, is_last=True, media_keys=prompt.keys)
         except Exception as error:  # of a tower that runs out of memory, say: only who asked is to know
             own = error if isinstance(error, PenstockError) else InvalidMedia(f"The images cannot be encoded: {error}")
-            self._fail(request_id, own)
+            self.fail(request_id, own)
 
     def feed_prompts(self) -> None:
         """Reads streamed prompts just far enough for the next chunk behind what is cached."""
-        for sequence in list(self._scheduler.sequences.values()):
+        for sequence in list(self.scheduler.sequences.values()):
             if sequence.prompt_is_complete or sequence.is_leaving:
                 continue
-            active = self._active.get(sequence.id)
+            active = self.active.get(sequence.id)
             if active is None or active.feed is None:  # or its images are not encoded yet
                 continue
             while not sequence.prompt_is_complete and (num_missing := self._num_missing(sequence)) > 0:
@@ -62,19 +55,19 @@ class Feeding:
                     tokens, is_last = active.feed.take(num_missing)
                     if is_last and not active.feed.num_given:
                         raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
-                    self._scheduler.extend_prompt(sequence.id, self._intake.prompts.known(tokens), is_last=is_last)
+                    self.scheduler.extend_prompt(sequence.id, self.intake.prompts.known(tokens), is_last=is_last)
                 except PenstockError as error:
-                    self._fail(sequence.id, error)
+                    self.fail(sequence.id, error)
                     break
 
     def _num_missing(self, sequence: Sequence) -> int:
-        num_passed = sequence.num_scheduled + self._scheduler.holdings.num_findable(sequence)
+        num_passed = sequence.num_scheduled + self.scheduler.holdings.num_findable(sequence)
         return self._wanted_ahead(sequence) - (len(sequence.tokens) - num_passed)
 
     def _wanted_ahead(self, sequence: Sequence) -> int:
         """Tokens of the largest chunk that may come next, and one that says whether the prompt ends with it."""
         own = sequence.request.chunk_size
-        ceiling = self._scheduler.budget.ceiling if own is None else own
+        ceiling = self.scheduler.budget.ceiling if own is None else own
         if ceiling == 0:
-            return self._scheduler.capacity
-        return max(ceiling, self._scheduler.limits.block_size) + 1
+            return self.scheduler.capacity
+        return max(ceiling, self.scheduler.limits.block_size) + 1

@@ -19,8 +19,8 @@ from penstock.lanes.generic_text_kind import price
 from penstock.lanes.lane import Lane, LaneFacts
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.models.files import ModelFiles
-from penstock.models.generic_spec import GenericSpec, generic_spec
-from penstock.plan.memory import MemoryModel, ModelShape
+from penstock.models.generic_spec import generic_spec
+from penstock.plan.memory import ModelShape
 from penstock.proof.text import check_real_text
 from penstock.proof.verdict import Verdict, Way
 
@@ -92,8 +92,14 @@ class GenericTextLoader:
         checks = checks.with_real_weights(model, lambda: check_real_text(model, checks.verdict, attention_backend))
         facts = checks.facts(model)
         entering = EnteringModel(model, checks.verdict)
-        spec = _measured_spec(self.spec, entering)
-        memory = _measured_price(price(place, checks.verdict), spec, entering, loading)
+        num_kv_layers, sizes = len(entering.calls) or self.spec.num_kv_layers, _measured_sizes(entering)
+        memory = loading.measured(
+            price(place, checks.verdict),
+            model,
+            num_layers=num_kv_layers,
+            attends_through_scores=not entering.calls and model.config._attn_implementation == "eager",
+            **sizes,
+        )
         num_tokens = loading.num_tokens(memory, memory.num_running_states)
         ways: JoinedModel | OwnCaches = entering.caches()
         if entering.calls:
@@ -105,36 +111,17 @@ class GenericTextLoader:
                 ways.capture_decodes(on_card.for_decodes(max_rows=rows, max_context=loading.max_context))
         return LoadedLane(
             lane=GenericTextLane(ways, shape=memory.shape, facts=facts),
-            spec=spec,
+            spec=dataclasses.replace(self.spec, num_kv_layers=num_kv_layers, **sizes),
             memory=memory,
             num_tokens=num_tokens,
             attention=ways.attention if isinstance(ways, JoinedModel) else None,
         )
 
 
-def _measured_spec(spec: GenericSpec, entering: EnteringModel) -> GenericSpec:
-    """The estimates from the config, replaced by what the model really calls and keeps."""
-    if entering.calls:
-        call = entering.calls[0]
-        return dataclasses.replace(
-            spec,
-            num_kv_layers=len(entering.calls),
-            num_heads=call.num_heads,
-            num_kv_heads=call.num_kv_heads,
-            head_size=call.head_size,
-            state_bytes=0,
-        )
-    return dataclasses.replace(spec, state_bytes=entering.cache_bytes()[0])
-
-
-def _measured_price(memory: MemoryModel, spec: GenericSpec, entering: EnteringModel, loading: Loading) -> MemoryModel:
-    return loading.measured(
-        memory,
-        entering.model,
-        num_layers=spec.num_kv_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        state_bytes=spec.state_bytes,
-        attends_through_scores=not entering.calls and entering.model.config._attn_implementation == "eager",
-    )
+def _measured_sizes(entering: EnteringModel) -> dict[str, int]:
+    """What the model really calls and keeps, in place of the estimates from its config."""
+    if not entering.calls:
+        return {"state_bytes": entering.cache_bytes()[0]}
+    call = entering.calls[0]
+    heads = {"num_heads": call.num_heads, "num_kv_heads": call.num_kv_heads, "head_size": call.head_size}
+    return heads | {"state_bytes": 0}

@@ -11,6 +11,7 @@ import torch
 
 from penstock.attention.backend import ForwardInputs, MediaInputs
 from penstock.errors import UnsupportedModel
+from penstock.foreign.features import Features
 from penstock.foreign.images import MediaModel, MediaPrompt
 from penstock.foreign.pretrained import image_text_class, load_tower, quiet_library
 from penstock.lanes.lane import LaneFacts
@@ -65,27 +66,21 @@ class NativeMultimodalLane(MediaIntake):
     def _with_media(self, inputs: ForwardInputs) -> ForwardInputs:
         """The step with what its prompts hold beside tokens: features, positions of several axes, spans."""
         inputs = self._with_written_positions(inputs)
-        media = MediaInputs(
-            rows_N=inputs.ids_T[:0],
-            features_ND=torch.empty(0, self.shape.hidden_size, device=inputs.ids_T.device),
-            positions_AT=self._axis_positions(inputs),
-            spans=self._spans(inputs),
-        )
-        parts = list(self._features(inputs))
-        if parts:
-            rows_N = torch.cat([rows for rows, _, _ in parts])
-            layers = zip(*(deepstack for _, _, deepstack in parts), strict=True)
-            media = dataclasses.replace(
-                media,
-                rows_N=rows_N,
-                features_ND=torch.cat([features for _, features, _ in parts]),
-                deepstack_LND=tuple(torch.cat(layer) for layer in layers),
-            )
-            # Placeholders may lie outside the vocabulary; any token does, because features replace it.
-            inputs = dataclasses.replace(inputs, ids_T=inputs.ids_T.index_fill(0, rows_N, 0))
-        if not parts and not media.spans and media.positions_AT is None:
+        positions_AT, spans, parts = self._axis_positions(inputs), self._spans(inputs), list(self._features(inputs))
+        if not parts and not spans and positions_AT is None:
             return inputs
-        return dataclasses.replace(inputs, media=media)
+        nothing = Features(rows_ND=torch.empty(0, self.shape.hidden_size, device=inputs.ids_T.device))
+        found = Features.joined([features for _, features in parts]) if parts else nothing
+        rows_N = torch.cat([inputs.ids_T[:0], *(rows for rows, _ in parts)])
+        media = MediaInputs(
+            rows_N=rows_N,
+            features_ND=found.rows_ND,
+            deepstack_LND=found.deepstack_LND,
+            positions_AT=positions_AT,
+            spans=spans,
+        )
+        # Placeholders may lie outside the vocabulary; any token does, because features replace it.
+        return dataclasses.replace(inputs, ids_T=inputs.ids_T.index_fill(0, rows_N, 0), media=media)
 
     def _chunks(self, inputs: ForwardInputs) -> Iterator[tuple[MediaPrompt, int, int, int]]:
         """Yields (prompt, first row, first position, end position) of each chunk."""
@@ -94,15 +89,15 @@ class NativeMultimodalLane(MediaIntake):
             num_rows = inputs.query_starts[index + 1] - row
             yield self._prompts[sequence_id], row, end - num_rows, end
 
-    def _features(self, inputs: ForwardInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]:
-        """Yields (rows of the step, their features, what the first layers add) of each chunk that holds images."""
+    def _features(self, inputs: ForwardInputs) -> Iterator[tuple[torch.Tensor, Features]]:
+        """Yields (rows of the step, their features) of each chunk that holds images."""
         for prompt, row, start, end in self._chunks(inputs):
             if prompt.features is None or start >= prompt.num_tokens:
                 continue
             rows_N, feature_rows = prompt.media_rows(start, end)
             if len(rows_N):
                 deepstack = tuple(layer[feature_rows] for layer in prompt.features.deepstack_LND)
-                yield rows_N + row, prompt.features.rows_ND[feature_rows], deepstack
+                yield rows_N + row, Features(rows_ND=prompt.features.rows_ND[feature_rows], deepstack_LND=deepstack)
 
     def _with_written_positions(self, inputs: ForwardInputs) -> ForwardInputs:
         """What is written after an image that took fewer positions than tokens goes on from the last position."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 import torch
 
 from penstock.attention.backend import AttentionBackend, ForwardInputs
@@ -27,27 +29,17 @@ from penstock.plan.waves import Waves
 assert (CPU_TILING.query_rows, CPU_TILING.key_rows) == (QUERY_ROWS, KEY_ROWS), "the plan and the kernel disagree"
 
 
+@dataclass(eq=False)
 class NativeTextLane(Lane):
-    def __init__(
-        self,
-        decoder: Decoder,
-        attention: AttentionBackend,
-        *,
-        shape: ModelShape,
-        facts: LaneFacts,
-        graphs: DecodeGraphs | None = None,  # None: every decode is launched kernel by kernel
-        pieces: StepPieces | None = None,  # None: and every other step
-        steps: CompiledSteps | None = None,  # None: every step runs layer by layer
-        states: StateStorage | None = None,  # None: the model has no recurrent state
-    ) -> None:
-        self.decoder = decoder
-        self.attention = attention
-        self.shape = shape
-        self.facts = facts
-        self.graphs = graphs
-        self.pieces = pieces
-        self.steps = steps
-        self.states = states
+    decoder: Decoder
+    attention: AttentionBackend
+    _: KW_ONLY
+    shape: ModelShape
+    facts: LaneFacts
+    graphs: DecodeGraphs | None = None  # None: every decode is launched kernel by kernel
+    pieces: StepPieces | None = None  # None: and every other step
+    steps: CompiledSteps | None = None  # None: every step runs layer by layer
+    states: StateStorage | None = None  # None: the model has no recurrent state
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:

@@ -162,7 +162,8 @@ class Seq2SeqLane(Lane):
         start = end - len(ids_T)
         num_positions = self.num_passes * num_source
         if start == 0:
-            self._readings[sequence_id] = self._new_reading(ids_T, num_source)
+            source = SourceState(ids_BS=ids_T.new_zeros(1, num_source), is_padding_BS=None)
+            self._readings[sequence_id] = _Reading(source=source, cross=CrossStates(num_tokens=num_source))
         reading = self._readings[sequence_id]
         if start < num_source:
             num_ids = min(end, num_source) - start
@@ -175,10 +176,6 @@ class Seq2SeqLane(Lane):
         assert reading.source.hidden_BSM is not None
         logits_1V = self.decoder.logits(answer_T[None], reading.source.hidden_BSM, reading.cache)
         return self.rules.apply(logits_1V, end - num_positions - len(self.rules.start_tokens))
-
-    def _new_reading(self, ids_T: torch.Tensor, num_source: int) -> _Reading:
-        source = SourceState(ids_BS=ids_T.new_zeros(1, num_source), is_padding_BS=None)
-        return _Reading(source=source, cross=CrossStates(num_tokens=num_source))
 
     def _read(self, reading: _Reading, start: int, end: int) -> None:
         source, encoder = reading.source, self.encoder

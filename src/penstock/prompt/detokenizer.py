@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.prompt.cuts import flat
@@ -28,42 +29,36 @@ def decodes_by_token(spec: dict[str, Any] | None) -> bool:
     return True
 
 
+@dataclass(slots=True, kw_only=True)
 class Detokenizer:
     """Push ids, get text; what is pushed and then flushed is the text of all ids together.
 
     New ids are decoded behind a few that already gave text, so that nothing is taken for the start of the answer.
     """
 
-    def __init__(
-        self,
-        *,
-        decode: Callable[[Sequence[int]], str],
-        token: Callable[[int], str | None],
-        by_token: bool,
-    ) -> None:
-        self._decode = decode
-        self._token = token
-        self._by_token = by_token
-        self._context: list[int] = []
-        self._pending: list[int] = []
+    decode: Callable[[Sequence[int]], str]
+    token: Callable[[int], str | None]
+    by_token: bool
+    _context: list[int] = field(default_factory=list)
+    _pending: list[int] = field(default_factory=list)
 
     def push(self, token_id: int) -> str:
         """The text that is certain from now on; empty within a character, or within a run of single bytes."""
-        token = self._token(token_id)
+        token = self.token(token_id)
         if token is None:
             return ""
         self._pending.append(token_id)
         # A run of byte tokens is decoded as one: a later bad byte changes the text of earlier good ones.
-        if not self._by_token or _BYTE_TOKEN.fullmatch(token):
+        if not self.by_token or _BYTE_TOKEN.fullmatch(token):
             return ""
-        text = self._decode(self._context + self._pending)
+        text = self.decode(self._context + self._pending)
         return "" if text.endswith(_REPLACEMENT) else self._settle(text)
 
     def flush(self) -> str:
-        return self._settle(self._decode(self._context + self._pending)) if self._pending else ""
+        return self._settle(self.decode(self._context + self._pending)) if self._pending else ""
 
     def _settle(self, text: str) -> str:
-        new = text[len(self._decode(self._context)) :]
+        new = text[len(self.decode(self._context)) :]
         if new:
             self._context, self._pending = self._pending, []
         return new

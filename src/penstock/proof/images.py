@@ -68,7 +68,8 @@ def check_picture(lane: MultimodalLane) -> Finding | None:
             f"With a picture, this model's logits differ by {whole:.2g} from its plain forward ({case.allowed:.2g} is "
             "allowed)."
         )
-    return compared([case], [_chunking(prompt)], what="a picture's logits in chunks", against="the whole prompt's")
+    sizes = (-(-prompt.num_tokens // NUM_CHUNKS) + 1,)
+    return compared([case], [sizes], what="a picture's logits in chunks", against="the whole prompt's")
 
 
 @torch.no_grad()
@@ -87,10 +88,6 @@ def check_real_media(lane: MultimodalLane) -> Finding:
         exact_TV = exact(**wide, use_cache=True, return_dict=True).logits[0, first_row:].float()
         cases.append((forward_case(lane.model, inputs, prompt, first_row=first_row), exact_TV))
     return held_to_float32(cases, CHUNKINGS[0], lane.model.dtype)
-
-
-def _chunking(prompt: MediaPrompt) -> tuple[int, ...]:
-    return (-(-prompt.num_tokens // NUM_CHUNKS) + 1,)
 
 
 def _picture_inputs(lane: MultimodalLane) -> dict[str, Any] | None:

@@ -71,15 +71,12 @@ def check_real_text(model: Any, verdict: Verdict, make_attention: MakeAttention 
     has_pages = verdict.way in (Way.PACKED, Way.PAGED)
     if has_pages:
         use_paged_attention(model)
-    read = check.paged_reader() if has_pages else check.own_cache_reader(_given(verdict))
+    given = verdict.model_dump(include={"passes_mask", "passes_positions"})
+    read = check.paged_reader() if has_pages else check.own_cache_reader(given)
     found = held_to_float32(zip(check.cases(read), exact.whole_TV, strict=True), CHUNKINGS[0], model.dtype)
     if has_pages:
         model.set_attn_implementation(own_attention)
     return found
-
-
-def _given(verdict: Verdict) -> Given:
-    return {"passes_mask": verdict.passes_mask, "passes_positions": verdict.passes_positions}
 
 
 class _TextCheck:

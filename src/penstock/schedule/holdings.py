@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
@@ -14,23 +15,15 @@ from penstock.request import Chunk, Request, Sequence, StateUse
 ORDINARY_ANSWER = 1024
 
 
+@dataclass(slots=True, kw_only=True)
 class Holdings:
     """Moves things between the pools and a sequence. Who gets them, and who loses them, the scheduler decides."""
 
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        pool: BlockPool,
-        prefix: PrefixCache | None,
-        states: StatePool | None,
-        model_identity: str,
-    ) -> None:
-        self.block_size = block_size
-        self.pool = pool
-        self.prefix = prefix
-        self.states = states  # None: the model has no recurrent state
-        self.model_identity = model_identity
+    block_size: int
+    pool: BlockPool
+    prefix: PrefixCache | None
+    states: StatePool | None  # None: the model has no recurrent state
+    model_identity: str
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Every block and slot is owned exactly as often as it is counted."""
