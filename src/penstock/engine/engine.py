@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +53,6 @@ from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flight:
-    """A step that runs, or waits on the device for the one before it."""
-
-    plan: StepPlan
-    logits: StepLogits
-    started_at: float
 
 
 class Engine:
@@ -113,7 +103,8 @@ class Engine:
         # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
         runs_ahead = model.device.type == "cuda" and not lane.reads_more_than_tokens
         self.most_in_flight = 2 if runs_ahead else 1
-        self._flights: deque[_Flight] = deque()
+        # Steps that run, or wait on the device for the one before them, and when each was started.
+        self._flights: deque[tuple[StepPlan, StepLogits, float]] = deque()
         self._growth = model.spec.attention_growth if isinstance(model.spec, DecoderSpec) else 0.0
         self._active: dict[int, Active] = {}
         self._feeding = Feeding(model.lane, self.scheduler, self._intake, self._active, self.fail)
@@ -356,7 +347,7 @@ class Engine:
                     if not self._give_up_prompts(plan):
                         raise
             else:
-                self._flights.append(_Flight(plan=plan, logits=logits, started_at=started_at))
+                self._flights.append((plan, logits, started_at))
                 return True
             self.held.give_back()  # not before the error is gone, which holds what the step had made
         return False
@@ -417,18 +408,17 @@ class Engine:
 
     def _land(self) -> None:
         """Waits for the first step in flight, and takes what it gave."""
-        flight = self._flights.popleft()
-        plan = flight.plan
+        plan, logits, started_at = self._flights.popleft()
         try:
-            chosen = self._choose_tokens(plan, flight.logits)
+            chosen = self._choose_tokens(plan, logits)
         except BaseException:
             self._flights.clear()
             self._fail_step(plan)
             raise
         # What is launched early waits for the step before it; the host may learn late that a step is done.
         landed_at = time.perf_counter()
-        elapsed_s = flight.logits.device_seconds()
-        started_at = flight.started_at if elapsed_s is None else landed_at - elapsed_s
+        if (elapsed_s := logits.device_seconds()) is not None:
+            started_at = landed_at - elapsed_s
         result = StepResult(
             step=plan.step,
             token_by_sequence={request_id: choice.token for request_id, choice in chosen.items()},

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from penstock.request import Chunk, SamplingParams, StepPlan, TokenLogprob
 from penstock.request import Sequence as SequenceState
 
 
-class StepLogits(Mapping[int, torch.Tensor]):
+class StepLogits:
     """The logits of a step by sequence, [rows, vocabulary], no row where none was wanted; and what was chosen."""
 
     def __init__(
@@ -47,12 +47,6 @@ class StepLogits(Mapping[int, torch.Tensor]):
 
     def __getitem__(self, sequence_id: int) -> torch.Tensor:
         return self._logits[self._rows[sequence_id]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def wait(self) -> None:
         """Returns when the device is done with the step."""
