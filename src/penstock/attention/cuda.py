@@ -122,7 +122,7 @@ class CudaAttention:
         self.block_size = block_size
         keys = storage.keys[0]
         self.num_kv_heads, self.head_size = keys.shape[1:]
-        self.group = num_heads // self.num_kv_heads
+        self.num_heads, self.group = num_heads, num_heads // self.num_kv_heads
         self.device = keys.device
         self._padded_size = max(LEAST_ROWS, _power_of_two(self.head_size))
         self.num_processors, shared_bytes = 132, HOPPER_SHARED_BYTES
@@ -138,15 +138,12 @@ class CudaAttention:
         self.failure: str | None = None
 
     def for_decodes(self, *, max_rows: int, max_context: int) -> DecodeAttention:
-        num_heads = self.group * self.num_kv_heads
         return DecodeAttention(
-            self.storage, self.block_size, num_heads=num_heads, max_rows=max_rows, max_context=max_context
+            self.storage, self.block_size, num_heads=self.num_heads, max_rows=max_rows, max_context=max_context
         )
 
     def for_pieces(self, *, max_rows: int) -> PiecewiseAttention:
-        found = PiecewiseAttention(
-            self.storage, self.block_size, num_heads=self.group * self.num_kv_heads, max_rows=max_rows
-        )
+        found = PiecewiseAttention(self.storage, self.block_size, num_heads=self.num_heads, max_rows=max_rows)
         found.reader = self.reader
         return found
 
@@ -156,10 +153,9 @@ class CudaAttention:
             self.name = f"Triton alone; {reason}"
             return
         own_ms, partial_ms = self._chunk_ms(TIMED_CHUNK), self._chunk_ms(PARTIAL_CHUNK)
-        num_heads = self.group * self.num_kv_heads
         try:
             self.reader = FlashInferReader(
-                self.storage, self.block_size, num_heads=num_heads, num_processors=self.num_processors
+                self.storage, self.block_size, num_heads=self.num_heads, num_processors=self.num_processors
             )
             its_ms = self._chunk_ms(TIMED_CHUNK)
         except Exception as error:  # it compiles now, with tools that may be missing, and says so in many ways
@@ -204,9 +200,7 @@ class CudaAttention:
             sequence_ids=(0,),
             logit_rows=empty,
         )
-        q_THD = torch.zeros(
-            count, self.group * self.num_kv_heads, self.head_size, dtype=self.storage.keys[0].dtype, device=self.device
-        )
+        q_THD = self.storage.keys[0].new_zeros(count, self.num_heads, self.head_size)
         rule = AttentionRule(scale=self.head_size**-0.5)
         self.begin_step(inputs)
         self.attend(0, q_THD, rule)  # compiles, and plans what all layers share

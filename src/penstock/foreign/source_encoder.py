@@ -172,13 +172,13 @@ class TiledEncoder:
         config._attn_implementation = INTERFACE
         self.encoder._modules[self.layers_name] = self._turns
         _current.append(self)
-        for module in self._bias_modules:
-            if module is not None:
-                module.compute_bias = _no_bias
+        biased = {id(module): module for module in self._bias_modules if module is not None}.values()
+        for module in biased:
+            module.compute_bias = _no_bias
         try:
             yield
         finally:
-            for module in {id(module): module for module in self._bias_modules if module is not None}.values():
+            for module in biased:
                 del module.compute_bias
             _current.pop()
             self.encoder._modules[self.layers_name] = self._layers
