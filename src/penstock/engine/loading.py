@@ -13,7 +13,7 @@ from penstock.engine.prompts import chat_template, load_tokenizer
 from penstock.kernels import build
 from penstock.lanes.checks import Checks
 from penstock.lanes.lane import Lane
-from penstock.lanes.loading import LoadedLane, Loader, Loading
+from penstock.lanes.loading import LoadedLane, Loading
 from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
 from penstock.models.files import ModelFiles, reading_config, resolve
@@ -64,7 +64,7 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
     prepare_process(place.config)
     kind = LANES[place.lane.id]
     # What the lane imports and builds here is part of the runtime that is measured below.
-    loader: Loader = kind.loader_class()(files)
+    loader = kind.loader_class()(files)
     checks = Checks.of(place) if kind.is_checked else None
     if checks is not None:
         checks.facts()  # refuses before any weight is loaded
@@ -77,8 +77,7 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
         max_context, warnings = place.context_limit(memory.shape.max_context)
         place.room(memory)
     loading = Loading(place=place, memory=memory, max_context=max_context, checks_so_far=checks, weights=weights)
-    loaded = loader.load(loading)
-    return _put_together(loaded, loading, parts, tokenizer, warnings)
+    return _put_together(loader.load(loading), loading, parts, tokenizer, warnings)
 
 
 def _measured(place: Place) -> Place:

@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from penstock.errors import InvalidSetting
 from penstock.foreign.signature import CACHE_NAMES, ForwardSignature
 from penstock.plan.chunks import Span, Stops, chunk_end, merge_spans
+
+if TYPE_CHECKING:
+    from penstock.foreign.images import MediaPrompt
 
 TOKEN_NAMES = ("decoder_input_ids", "input_ids", "inputs_embeds")
 TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
@@ -49,27 +52,8 @@ def num_cached_tokens(inputs: Mapping[str, Any]) -> int:
 # --- calls with a cache -------------------------------------------------------------------------------------
 
 
-class ForwardPrompt(Protocol):
-    """A prompt whose forward can be cut anywhere but inside its atomic spans."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def atomic(self) -> tuple[Span, ...]: ...
-
-    @property
-    def position_ids(self) -> torch.Tensor | None:
-        """The positions of all tokens, on the last axis; None: the model counts them."""
-        ...
-
-    def chunk(self, start: int, end: int) -> dict[str, Any]:
-        """The inputs of tokens [start, end), without the cache and the number of logits."""
-        ...
-
-    def while_reading(self) -> AbstractContextManager[object]:
-        """What must be in place on the model while chunks run."""
-        ...
+# A prompt whose forward can be cut anywhere but inside its atomic spans.
+ForwardPrompt: TypeAlias = "TextCall | MediaPrompt"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,12 +246,15 @@ class TextCall:
 
     @property
     def position_ids(self) -> torch.Tensor | None:
+        """The positions of all tokens, on the last axis; None: the model counts them."""
         return self.inputs.get("position_ids")
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
+        """The inputs of tokens [start, end), without the cache and the number of logits."""
         return {name: self._cut(name, value, start, end) for name, value in self.inputs.items()}
 
     def while_reading(self) -> AbstractContextManager[object]:
+        """What must be in place on the model while chunks run."""
         return nullcontext()
 
     @property

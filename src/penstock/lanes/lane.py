@@ -75,7 +75,9 @@ class Claim:
 class LaneKind:
     """One row of the table: what a lane says of a model before anything is loaded, and the class that loads it.
 
-    The loader of a lane that is proven model by model has `library_class`, which finds the class to prove.
+    A loader is made with the model's files before the weights are loaded: what it imports and builds counts as part of
+    the runtime. Its `load` takes a Loading and gives a LoadedLane. That of a lane that is proven model by model has
+    `library_class`, which finds the class to prove.
     """
 
     facts: LaneFacts  # those that hold for every model

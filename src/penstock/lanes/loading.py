@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -66,14 +66,6 @@ class LoadedLane:
     attention: AttentionBackend | None = None  # None: the model's own
     chat_template: str | None = None  # in place of the tokenizer's; None: that one
     eos_ids: frozenset[int] = frozenset()  # besides the tokenizer's
-
-
-class Loader(Protocol):
-    """Made before the weights are loaded: what it imports and builds counts as part of the runtime."""
-
-    def __init__(self, files: ModelFiles) -> None: ...
-
-    def load(self, loading: Loading) -> LoadedLane: ...
 
 
 def require_folder(files: ModelFiles, kind: str) -> None:

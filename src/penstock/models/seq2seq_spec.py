@@ -18,10 +18,6 @@ CROSS_PASSES = 1  # over the source: keys and values of every decoder layer
 # A position's place in the request and in the scheduler's list.
 POSITION_BYTES = 16
 
-_WIDTH = ("d_model", "hidden_size")
-_HEAD_SIZE = ("d_kv", "head_dim")
-_KV_HEADS = ("num_key_value_heads",)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSpec:
@@ -121,15 +117,15 @@ def seq2seq_shape(spec: Seq2SeqSpec, dtype_bytes: int, num_parameters: int | Non
 
 
 def _stack(part: Mapping[str, Any], name: str, layer_names: tuple[str, ...]) -> StackSpec:
-    hidden_size = _size(part, _WIDTH)
+    hidden_size = _size(part, ("d_model", "hidden_size"))
     num_heads = _size(part, (f"{name}_attention_heads", "num_heads", "num_attention_heads"))
     activation = str(part.get("feed_forward_proj") or "")
     return StackSpec(
         hidden_size=hidden_size,
         num_layers=_size(part, layer_names),
         num_heads=num_heads,
-        num_kv_heads=_size(part, _KV_HEADS, num_heads),
-        head_size=_size(part, _HEAD_SIZE, hidden_size // num_heads),
+        num_kv_heads=_size(part, ("num_key_value_heads",), num_heads),
+        head_size=_size(part, ("d_kv", "head_dim"), hidden_size // num_heads),
         intermediate_size=_size(part, (f"{name}_ffn_dim", "d_ff", "intermediate_size")),
         is_gated=activation.startswith("gated") or "hidden_activation" in part,
     )
