@@ -7,32 +7,28 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.attention.backend import ForwardInputs
 from penstock.lanes.place import LARGEST_CAPTURED_STEP
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import DecodeAttention
+    from penstock.foreign.pages import JoinedForward
+    from penstock.models.decoder import Decoder
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, LARGEST_CAPTURED_STEP + 1, 32))
 
 
-class Capturable(Protocol):
-    """A model whose forward gives one row for each token, and asks the device for nothing on the way."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor: ...
-
-
 class DecodeGraphs:
-    """A step is padded to the next size; its padding attends to nothing. A size is captured when it is first needed."""
+    """A step is padded to the next size; its padding attends to nothing. A size is captured when it is first needed.
 
-    def __init__(self, model: Capturable, attention: DecodeAttention) -> None:
+    The model's forward gives one row for each token, and asks the device for nothing on the way.
+    """
+
+    def __init__(self, model: Decoder | JoinedForward, attention: DecodeAttention) -> None:
         self.model = model
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
