@@ -160,6 +160,10 @@ DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = 
 TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 KEPT = "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x, 'y' * 99999] %}{% endfor %}"
 SEARCHED = "{% set x = 'a' * 999999 %}{% for i in range(99999) %}{% set y = SEARCHED %}{% endfor %}"
+LISTED = (
+    "{% set x = [1] * 99999 %}{% set y = dict.fromkeys(range(9999)) %}"
+    "{% for i in range(99999) %}{% set z = LISTED %}{% endfor %}"
+)
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops over a list": "{% set x = [1] * 99 %}" + "{% for a in x %}" * 9 + "{% endfor %}" * 9,
@@ -205,6 +209,13 @@ HOSTILE = {
     "searched by ==": SEARCHED.replace("SEARCHED", "x == x[:-1] + 'b'"),
     "searched by a test": SEARCHED.replace("SEARCHED", "x is upper"),
     "searched by a filter": SEARCHED.replace("SEARCHED", "x | wordcount"),
+    "a list, counted": LISTED.replace("LISTED", "x.count(2)"),
+    "a list, copied": LISTED.replace("LISTED", "x.copy()"),
+    "a range, counted": LISTED.replace("LISTED", "range(99999).count(0.5)"),
+    "a dict, copied": LISTED.replace("LISTED", "y.copy()"),
+    "keys that hash alike": "{% set n = 2 ** 61 - 1 %}{{ {" + ", ".join(f"{i} * n: 0" for i in range(1, 99)) + "} }}",
+    "numbers that hash alike": "{% set n = namespace(x=[]) %}{% for i in range(3000) %}"
+    "{% set n.x = n.x + [i * (2 ** 61 - 1)] %}{% endfor %}{{ n.x | unique | list }}",
     "sums": "{{ ([[1] * 9999] * 9999) | sum(start=[]) }}",
 }
 
@@ -212,7 +223,7 @@ HOSTILE = {
 # The limits of the sandbox, in its words: what is refused so has cost no more than they allow.
 LIMITS = (
     r"takes more than [\d,]+ steps|builds or reads more than [\d,]+ characters|fields of 100 or more characters"
-    r"|is not offered|is the most|a date with padding"
+    r"|a number of 2\*\*61 - 1 or more|is not offered|is the most|a date with padding"
 )
 
 

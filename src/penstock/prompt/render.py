@@ -11,7 +11,7 @@ from penstock.prompt.sandbox import Budget, Inspected, Opaque, Sandbox, concat, 
 
 _STEPS, _STEPS_PER_VALUE = 300_000, 200
 _CHARACTERS, _COPIES_OF_INPUT = 8 << 20, 64
-_MAX_SOURCE_CHARACTERS = 1 << 20
+_MAX_SOURCE_CHARACTERS = 1 << 16  # some seconds to compile, at worst; those of models have up to 30,000
 _GIVEN = ("messages", "tools", "add_generation_prompt")
 
 # Trimming, escaping, quoting and changing case all alter it, so that it comes out whole only if it was just printed.

@@ -25,6 +25,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 _MAX_INTEGER_BITS = 4_096
+_HASHED_ALIKE = 2**61 - 1  # Python hashes all multiples of it alike: a dict of them takes quadratic time
 _MAX_INDENT = 16
 _READ_PER_BUILT = 4  # characters that are looked through for the price of one that is built
 _VARIABLES_OF_JINJA = frozenset({"_loop_vars", "_block_vars"})  # it adds them to calls, and takes them away again
@@ -123,6 +124,8 @@ def _pay_for_reading(value: Any) -> int:
         if isinstance(leaf, str):
             _budget.get().spend(characters=length(leaf) // _READ_PER_BUILT)
             num_opaque += isinstance(leaf, Opaque)
+        elif isinstance(leaf, (int, float)) and abs(leaf) >= _HASHED_ALIKE:
+            raise SecurityError("it compares or hashes a number of 2**61 - 1 or more")
     return num_opaque
 
 
@@ -382,6 +385,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 def _pay_for_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    if isinstance(owner, (list, tuple, dict, range)):
+        _pay_for_reading(args)
+        _budget.get().spend(steps=len(owner))  # which it may go through, as count and copy do
     if not isinstance(owner, str) or isinstance(owner, Opaque):
         return
     if name in _PRICES_OF_METHODS:
