@@ -4,7 +4,7 @@ import pytest
 from tiny_models import prompt
 
 from penstock.engine.feed import TokenFeed
-from penstock.errors import InvalidPrompt
+from penstock.errors import InvalidPrompt, PromptTooLong
 from penstock.prompt.source import TextPart
 from penstock.request import Failed, Finished
 
@@ -71,3 +71,20 @@ def test_a_feed_that_is_read_whole_is_refused_where_it_breaks():
     for _ in range(2):
         with pytest.raises(InvalidPrompt, match="Input/output error"):
             feed.take_all(lambda num_tokens, *, is_all: None)
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_all_of_it_is_encoded(load):
+    reader = load().prompts
+    text = "w5 " * 1_000_000
+    asked = [lambda: reader.text_tokens(text), lambda: reader.ask(text, (), ())]
+    for ask in asked:
+        with pytest.raises(
+            PromptTooLong, match=f"more than {4 * reader.capacity} tokens, 4 times the {reader.capacity} that fit"
+        ):
+            ask()
+
+
+def test_a_long_text_that_fits_has_the_tokens_of_the_whole(load):
+    reader = load().prompts
+    text = "w5 w7" + " " * 70_000 + "w9"
+    assert reader.text_tokens(text) == reader.tokenizer.encode(text, add_special_tokens=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.engine.feed import ByteMeter, TokenFeed, count_tokens
 from penstock.engine.image_messages import Message, bare, image_parts, images_of, in_parts, with_images
-from penstock.errors import InvalidMedia, InvalidPrompt
+from penstock.errors import InvalidMedia, InvalidPrompt, PromptTooLong
 from penstock.lanes.lane import Asked, LaneFacts
 from penstock.models.files import ModelFiles
 from penstock.prompt.load import TokenizerParts, tokenizer_from_folder, tokenizer_from_gguf
@@ -20,6 +20,8 @@ from penstock.prompt.tokens import Tokenizer
 Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
 COUNTED_BYTES = 8_000_000  # files that are longer together are refused before their last token is counted
 SEPARATOR = "\n\n"
+LONG_TEXT = 65_536  # characters; a longer one is encoded piece by piece
+MAX_CONTEXTS = 4  # that the tokens of a text could fill: the rest of it is not encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class PromptReader:
         if text is None:
             tokens = self.known_ids(prompt)
         else:
-            tokens = self.known(self.tokenizer.encode(text, add_special_tokens=adds_special))
+            tokens = self.known(self._encoded(text, add_special_tokens=adds_special))
         return Asked(tokens=tuple(tokens), images=found, answer_start=tuple(start))
 
     def _text(self, prompt: Any, images: Sequence[Any]) -> tuple[str | None, tuple[Any, ...], bool]:
@@ -66,11 +68,25 @@ class PromptReader:
         return None, tuple(images), False
 
     def text_tokens(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=True)
+        return self._encoded(text, add_special_tokens=True)
 
     def message_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """`variables`: what the template may know besides the messages, such as tools."""
-        return self.tokenizer.encode(self.rendered(messages, **variables), add_special_tokens=False)
+        return self._encoded(self.rendered(messages, **variables), add_special_tokens=False)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Encodes a text, and refuses one that is far too long before all of it is: 32 MiB take a minute and 6 GB."""
+        if len(text) <= LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        tokens: list[int] = []
+        for batch in self.tokenizer.stream([text], add_special_tokens=add_special_tokens):
+            tokens += batch
+            if len(tokens) > (limit := MAX_CONTEXTS * self.capacity):
+                raise PromptTooLong(
+                    f"The text has more than {limit} tokens, {MAX_CONTEXTS} times the {self.capacity} that fit here. "
+                    "Shorten it."
+                )
+        return tokens
 
     def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
