@@ -202,6 +202,22 @@ WHAT_IS_SPECIAL = {
     "granitemoehybrid": "Hybrid: Mamba 2 and attention, with or without experts.",
     "gemma2": "Softcaps on attention scores and logits.",
     "gemma3_text": "Local and global layers with rotary tables of their own.",
+    "ministral3": "Queries grow with their position; the text part of Ministral 3 and Devstral 2.",
+    "olmo3": "The same as Olmo 2 with windows; only full layers have the scaled rotary table.",
+    "granite": "Four multipliers: of embeddings, attention, what a layer adds, and logits.",
+    "seed_oss": "Biases on queries, keys and values.",
+    "ernie4_5": "Rotated pairs lie side by side.",
+    "exaone4": "Norms on outputs, queries and keys; layers without windows have no positions.",
+    "cohere": "Attention and MLP beside each other, layer norms without a bias; not with norms on queries and keys.",
+    "cohere2": "The same with windows; layers without one have no positions.",
+    "glm": "Half of a head is rotated, in pairs that lie side by side.",
+    "glm4": "The same with norms on outputs too.",
+    "hunyuan_v1_dense": "Queries and keys are normed after they are rotated; rotary scaling by alpha.",
+    "arcee": "MLPs without a gate: squared ReLU.",
+    "apertus": "MLPs without a gate: xIELU, whose shape is learnt.",
+    "nemotron": "MLPs without a gate, layer norms with a bias, partial rotary.",
+    "stablelm": "Layer norms with a bias, partial rotary; not with parallel residuals or norms on queries and keys.",
+    "starcoder2": "MLPs without a gate, layer norms with a bias.",
 }
 
 # What image-text models are called, by the model_type of their config.

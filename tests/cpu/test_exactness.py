@@ -4,11 +4,16 @@ import pytest
 import torch
 from chunk_matrix import SUBJECTS, distances
 from logit_recorder import LogitRecorder
-from tiny_models import CONFIGS, RECURRENT, prompt, reference_logits
+from tiny_models import CONFIGS, LATER, RECURRENT, prompt, reference_logits
 
 TOLERANCE = 1e-4
 NUM_GENERATED = 32
 PROMPT = prompt(150)
+BESIDE_OTHERS = ("ministral3", "cohere2", "hunyuan-dense", "nemotron")  # of those whose parts are tried less
+
+
+def as_evidence(names):
+    return [pytest.param(name, marks=pytest.mark.evidence) for name in names]
 
 
 def read(engine, tokens=PROMPT, **sampling):
@@ -51,7 +56,7 @@ def test_every_chunk_size_equals_the_whole_prompt_and_transformers_up_to_2600_to
 @pytest.mark.parametrize(
     "overlaps", [((16, 5),), pytest.param(((7, 6), (64, 17)), marks=pytest.mark.evidence)], ids=["one", "others"]
 )
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - RECURRENT))
+@pytest.mark.parametrize("name", [*sorted(set(CONFIGS) - RECURRENT - LATER), *as_evidence(sorted(LATER - RECURRENT))])
 def test_overlap_changes_nothing(name, overlaps, load):
     whole, whole_output = read(load(name, chunk_size=0))
     for chunk_size, overlap in overlaps:
@@ -75,7 +80,20 @@ def test_a_prefix_hit_changes_nothing(name, load):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3", "phi3-longrope", "qwen2-mixed-windows", "gemma2", "qwen3-moe", "gpt-oss"]
+    "name",
+    [
+        "llama",
+        "gemma3",
+        "phi3-longrope",
+        "qwen2-mixed-windows",
+        "gemma2",
+        "qwen3-moe",
+        "gpt-oss",
+        "ministral3",
+        "cohere2",
+        "hunyuan-dense",
+        "nemotron",
+    ],
 )
 def test_many_requests_at_once_equal_each_alone(name, load):
     prompts = [prompt(length, seed=length) for length in (1, 5, 40, 97, 150)]
@@ -83,6 +101,14 @@ def test_many_requests_at_once_equal_each_alone(name, load):
     engine = load(name, chunk_size=24)
     together = engine.generate_batch(prompts, max_tokens=NUM_GENERATED, ignore_eos=True)
     assert [output.token_ids for output in together] == alone
+
+
+@pytest.mark.parametrize("name", ["glm4", "apertus"])
+def test_weights_in_eight_bits_say_nearly_the_same(name, load):
+    """Rotated pairs are put in order before they are packed, and MLPs without a gate are packed too."""
+    exact, _ = read(load(name, chunk_size=0))
+    packed, _ = read(load(name, chunk_size=16, quantize="int8"))
+    assert 0 < (packed[0] - exact[0]).norm() < 0.1 * exact[0].norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -133,7 +133,9 @@ SIZES = {"vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
 
 
 def test_a_text_part_without_a_native_decoder_is_run_by_transformers(tmp_path):
-    text = transformers.StableLmConfig(**SIZES, intermediate_size=112, num_key_value_heads=4)
+    text = transformers.StableLmConfig(
+        **SIZES, intermediate_size=112, num_key_value_heads=4, use_parallel_residual=True
+    )
     model = save_llava(tmp_path, text)
     assert plan(str(tmp_path), prompt_tokens=9, **SETTINGS).lane.id == GENERIC_MULTIMODAL, "nobody asked"
     with Engine.load(str(tmp_path), **SETTINGS, text_only=True, chunk_size=7) as engine:

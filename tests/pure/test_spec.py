@@ -1,44 +1,12 @@
 """What the decoders of the native families are made of, from their configs alone."""
 
 import pytest
+from family_sizes import MORE, SIZES
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.families import FAMILIES
 from penstock.models.layer_specs import state_bytes
 from penstock.models.spec import decoder_spec
-
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_conv_kernel_dim": 4,
-}
-MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_d_conv": 4}
-MORE = {
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 56},
-    "qwen3_moe": EXPERTS,
-    "qwen3_vl_moe_text": EXPERTS,
-    "qwen3_next": EXPERTS | DELTA | {"shared_expert_intermediate_size": 56},
-    "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": EXPERTS | DELTA,
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 21},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 17},
-    "bamba": MAMBA | {"attn_layer_indices": [1]},
-    "granitemoehybrid": MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
-    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 13, "attn_logit_softcapping": 5.0},
-    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 13, "sliding_window_pattern": 2},
-}
 
 
 def spec_of(model_type, **values):
@@ -67,6 +35,16 @@ def test_windows_lie_where_the_family_says():
     assert [layer.window for layer in spec_of("qwen2", **mixed | {"use_sliding_window": False}).layers] == [None] * 4
     kinds = ["full_attention", "sliding_attention"] * 2
     assert [layer.window for layer in spec_of("qwen3", sliding_window=5, layer_types=kinds).layers] == [None, 5] * 2
+
+
+def test_only_layers_with_a_window_are_rotated_where_the_family_says_so():
+    for model_type in ("cohere2", "exaone4"):
+        layers = spec_of(model_type, sliding_window=9).layers
+        assert [(layer.window, layer.rotary) for layer in layers] == [(9, "global")] * 3 + [(None, None)]
+    assert {layer.rotary for layer in spec_of("exaone4", sliding_window=None).layers} == {"global"}
+    olmo3 = spec_of("olmo3", rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_theta=10_000.0)
+    assert [(layer.window, layer.rotary) for layer in olmo3.layers] == [(4096, "local")] * 3 + [(None, "global")]
+    assert [(rotary.type, rotary.theta) for rotary in olmo3.rotaries.values()] == [("yarn", 1e4), ("default", 5e5)]
 
 
 def test_some_layers_have_no_rotation_experts_or_attention():
@@ -100,6 +78,11 @@ def test_a_long_prompt_has_another_rotary_table_under_longrope():
     [
         ("gpt2", {}, UnsupportedModel, "no native decoder"),
         ("llama", {"hidden_act": "relu6"}, UnsupportedModel, "relu6"),
+        ("cohere", {"use_qk_norm": True}, UnsupportedModel, "use_qk_norm = True"),
+        ("stablelm", {"use_parallel_residual": True}, UnsupportedModel, "use_parallel_residual = True"),
+        ("apertus", {"hidden_act": "silu"}, UnsupportedModel, "not one of xielu"),
+        ("glm4", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModel, "dynamic"),
+        ("olmo3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, UnsupportedModel, "types of layers"),
         ("llama", {"num_key_value_heads": 3}, InvalidModelFile, "4 heads of 16 over 3"),
         ("llama", {"hidden_size": "wide"}, InvalidModelFile, "wrong kind"),
         ("qwen3", {"layer_types": ["full_attention"]}, InvalidModelFile, "1 layer_types for 4 layers"),

@@ -15,7 +15,7 @@ from penstock.kernels.build import ffi
 from penstock.kernels.calls import CKernels, address, c_kernels
 from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, product_workspace
 from penstock.models.decoder import Attention, Decoder, Layer
-from penstock.models.layers import GatedMlp, Linear, QuantizedLinear, RmsNorm
+from penstock.models.layers import GatedMlp, LayerNorm, Linear, QuantizedLinear, RmsNorm
 from penstock.models.quantization import GROUP
 
 MAX_ROWS = 1088  # a chunk of 1,024 and tokens beside it
@@ -114,14 +114,15 @@ class CompiledSteps:
         self._list("attention", attend)
         self._list_product(mixer.output, self._attended, self._hidden_RM, adds=True)
 
-    def _list_mlp(self, norm: RmsNorm, mlp: GatedMlp) -> None:
+    def _list_mlp(self, norm: RmsNorm | LayerNorm, mlp: GatedMlp) -> None:
         self._list_norm(norm, self._hidden_RM, self._normed_RM)
         self._list_product(mlp.gate_up, self._normed_RM, self._gate_up)
         self._list("gate", gate_fields(self._gate_up, self._gated_RF, mlp.activation))
         self._list_product(mlp.down, self._gated_RF, self._hidden_RM, adds=True)
 
-    def _list_norm(self, norm: RmsNorm, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _list_norm(self, norm: RmsNorm | LayerNorm, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Normalises parts of a row as wide as the weight: all of it, or each head."""
+        assert isinstance(norm, RmsNorm)
         parts = x.unflatten(-1, (-1, norm.weight.numel()))
         self._list("norm", norm_fields(parts, norm.weight, out, norm.eps))
         return out
@@ -154,7 +155,8 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
     if not isinstance(attention, CpuAttention) or attention.compiled is None or decoder.dtype != torch.bfloat16:
         return None
     is_plain = spec.norms_inputs and not spec.norms_outputs and not spec.has_output_gate and spec.residual_scale == 1.0
-    if not is_plain or spec.num_heads // spec.num_kv_heads > LARGEST_GROUP:
+    is_plain = is_plain and spec.norm == "rms" and spec.qk_norm != "rotated head" and spec.query_scale is None
+    if not is_plain or spec.is_parallel or spec.num_heads // spec.num_kv_heads > LARGEST_GROUP:
         return None
     if not all(_is_known(layer) for layer in decoder.layers):
         return None

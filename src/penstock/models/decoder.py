@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,24 @@ from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import GatedMlp, Linear, QuantizedLinear, RmsNorm, wide_product
+from penstock.models.layers import (
+    GatedMlp,
+    LayerNorm,
+    Linear,
+    PlainMlp,
+    QuantizedLinear,
+    RmsNorm,
+    Xielu,
+    plain_activation,
+    wide_product,
+)
 from penstock.models.mamba import Mamba
 from penstock.models.projections import Projection, layer_projections, outer_projection, stored_name
 from penstock.models.quantization import Quantization
 from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
 from penstock.models.spec import DecoderSpec, LayerSpec
-from penstock.models.weights import WeightSource
+from penstock.models.weights import HalvesFirst, WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +48,8 @@ class Attention:
 class Layer:
     spec: LayerSpec
     mixer: Attention | GatedDelta | Mamba
-    mlp: GatedMlp | Experts
-    norms: dict[str, RmsNorm]  # by their names in the checkpoint; absent ones are not applied
+    mlp: GatedMlp | PlainMlp | Experts
+    norms: dict[str, RmsNorm | LayerNorm]  # by their names in the checkpoint; absent ones are not applied
 
 
 class Decoder:
@@ -64,6 +74,7 @@ class Decoder:
         self.final_norm = self._empty_norm(spec.hidden_size)
 
     def load(self, source: WeightSource) -> None:
+        source = self._with_halves_first(source)
         for name, destination in self._destinations():
             if isinstance(destination, QuantizedRows):
                 source.quantize_into(destination, name)
@@ -72,6 +83,17 @@ class Decoder:
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
 
+    def _with_halves_first(self, source: WeightSource) -> WeightSource:
+        if not self.spec.interleaves_rotary:
+            return source
+        parts = [part for of_layer in self._projections if "qkv" in of_layer for part in of_layer["qkv"].parts[:2]]
+        return HalvesFirst(
+            source=source,
+            head_size=self.spec.head_size,
+            num_rotated=self.spec.rotaries["global"].num_dims,
+            of=frozenset(name for part in parts for name in (part.name, part.bias)),
+        )
+
     def forward(
         self, inputs: ForwardInputs, attention: AttentionBackend, states: StateStorage | None = None
     ) -> torch.Tensor:
@@ -79,7 +101,7 @@ class Decoder:
 
         It keeps keys and values; `states` keeps what recurrent layers carry.
         """
-        rotations = self.rotations(inputs)
+        rotations, query_scale_T11 = self.rotations(inputs), self._query_scale(inputs)
         hidden_TM = self.embedded(inputs.ids_T).to(self.residual_dtype)
         if inputs.media is not None:
             hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(hidden_TM.dtype)
@@ -90,9 +112,9 @@ class Decoder:
                 mixed = layer.mixer(normed, inputs, states.layers[index])
             else:
                 rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
-                mixed = self._attended(layer, layer.mixer, normed, rotation, attention)
+                mixed = self._attended(layer, layer.mixer, normed, rotation, attention, query_scale_T11)
             self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM)
-            self._mlp(layer, hidden_TM, inputs.num_real_1)
+            self._mlp(layer, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
             if inputs.media is not None and index < len(inputs.media.deepstack_LND):
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
@@ -137,6 +159,7 @@ class Decoder:
         normed_TM: torch.Tensor,
         rotation: Rotation | None,
         attention: AttentionBackend,
+        query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.spec
         q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
@@ -150,7 +173,13 @@ class Decoder:
         norms = None
         if spec.qk_norm == "head":
             norms = HeadNorms(q=layer.norms["self_attn.q_norm"], k=layer.norms["self_attn.k_norm"])
+        elif spec.qk_norm == "rotated head":
+            q_THD, k_TKD = (_rotated(x, rotation) for x in (q_THD, k_TKD))
+            q_THD, k_TKD = layer.norms["self_attn.q_norm"](q_THD), layer.norms["self_attn.k_norm"](k_TKD)
+            rotation = None
         rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation, norms)
+        if query_scale_T11 is not None:
+            rotated_THD *= query_scale_T11
         attended_THD = attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()
@@ -160,8 +189,15 @@ class Decoder:
         norm = layer.norms.get(name)
         return x.to(self.dtype) if norm is None else norm(x, self.dtype)
 
-    def _mlp(self, layer: Layer, hidden_TM: torch.Tensor, num_real_1: torch.Tensor | None = None) -> None:
-        normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
+    def _mlp(
+        self,
+        layer: Layer,
+        hidden_TM: torch.Tensor,
+        num_real_1: torch.Tensor | None = None,
+        normed: torch.Tensor | None = None,  # None: the MLP has a norm of its own
+    ) -> None:
+        if normed is None:
+            normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
         mlp = layer.mlp
         if isinstance(mlp, Experts) and num_real_1 is not None:
             mlp = replace(mlp, num_real_1=num_real_1)
@@ -171,7 +207,7 @@ class Decoder:
         self,
         layer: Layer,
         part: str,
-        last: Linear | QuantizedLinear | GatedMlp | Experts,
+        last: Linear | QuantizedLinear | GatedMlp | PlainMlp | Experts,
         x: torch.Tensor,
         hidden_TM: torch.Tensor,
     ) -> None:
@@ -181,6 +217,12 @@ class Decoder:
             hidden_TM.add_(last(x), alpha=self.spec.residual_scale)
         else:
             last.add_to(hidden_TM, x)
+
+    def _query_scale(self, inputs: ForwardInputs) -> torch.Tensor | None:
+        if (scale := self.spec.query_scale) is None:
+            return None
+        contexts_T = (inputs.positions_T // scale.original_context).float()
+        return (1 + scale.beta * contexts_T.log1p()).to(self.dtype)[:, None, None]
 
     def _rotation(self, rotary: Rotary, inputs: ForwardInputs) -> Rotation:
         by_axis = None if inputs.media is None else inputs.media.positions_AT
@@ -214,14 +256,14 @@ class Decoder:
         spec, layer = self.spec, self.spec.layers[index]
         names = []
         if spec.norms_inputs:
-            names += ["input_layernorm", self._mlp_input_norm]
+            names += ["input_layernorm"] if spec.is_parallel else ["input_layernorm", self._mlp_input_norm]
         if spec.norms_outputs:
             names += ["post_attention_layernorm", "post_feedforward_layernorm"]
-        norms = {name: self._empty_norm(spec.hidden_size) for name in names}
+        norms: dict[str, RmsNorm | LayerNorm] = {name: self._empty_norm(spec.hidden_size) for name in names}
         if spec.qk_norm is not None and not layer.is_recurrent:
-            per_head = spec.qk_norm == "head"
-            norms["self_attn.q_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_heads))
-            norms["self_attn.k_norm"] = self._empty_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
+            per_head = spec.qk_norm != "projection"
+            norms["self_attn.q_norm"] = self._empty_rms_norm(spec.head_size * (1 if per_head else spec.num_heads))
+            norms["self_attn.k_norm"] = self._empty_rms_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
         return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(index), norms=norms)
 
     def _empty_mixer(self, index: int) -> Attention | GatedDelta | Mamba:
@@ -240,17 +282,17 @@ class Decoder:
             sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
         )
 
-    def _empty_mlp(self, index: int) -> GatedMlp | Experts:
+    def _empty_mlp(self, index: int) -> GatedMlp | PlainMlp | Experts:
         spec, layer = self.spec, self.spec.layers[index]
         place: Any = {"dtype": self.dtype, "device": self.device}
         if layer.has_experts:
             assert spec.experts is not None
             return Experts.empty(spec.experts, spec.hidden_size, spec.activation, **place)
-        return GatedMlp(
-            gate_up=self._empty_linear(self._projections[index]["gate_up"], bias=spec.mlp_bias),
-            down=self._empty_linear(self._projections[index]["down"], bias=spec.mlp_bias),
-            activation=spec.activation,
-        )
+        first, down = (self._empty_linear(self._projections[index][r], bias=spec.mlp_bias) for r in ("gate_up", "down"))
+        if spec.is_gated:
+            return GatedMlp(gate_up=first, down=down, activation=spec.activation)
+        activation = Xielu.empty(**place) if spec.activation == "xielu" else plain_activation(spec.activation)
+        return PlainMlp(up=first, down=down, activation=activation)
 
     def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | QuantizedLinear:
         weight = self._empty_weight(projection)
@@ -265,10 +307,17 @@ class Decoder:
             return QuantizedMatrix.empty(quantized, projection.num_outputs, projection.num_inputs)
         return torch.empty(projection.num_outputs, projection.num_inputs, dtype=self.dtype, device=self.device)
 
-    def _empty_norm(self, size: int) -> RmsNorm:
+    def _empty_norm(self, size: int) -> RmsNorm | LayerNorm:
+        if self.spec.norm == "rms":
+            return self._empty_rms_norm(size)
+        weight = torch.empty(size, dtype=torch.float32, device=self.device)
+        bias = torch.empty_like(weight) if self.spec.has_norm_biases else None
+        return LayerNorm(weight=weight, bias=bias, eps=self.spec.norm_eps)
+
+    def _empty_rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(weight=torch.empty(size, dtype=torch.float32, device=self.device), eps=self.spec.norm_eps)
 
-    def _norms(self) -> Iterator[RmsNorm]:
+    def _norms(self) -> Iterator[RmsNorm | LayerNorm]:
         yield self.final_norm
         for layer in self.layers:
             yield from layer.norms.values()
@@ -278,10 +327,11 @@ class Decoder:
         yield from _parts(outer_projection(self.spec, "embeddings"), self.embeddings_VM)
         if not self.spec.has_tied_embeddings:
             yield from _parts(outer_projection(self.spec, "head"), self.head_VM)
-        yield stored_name(self.spec, "model.norm.weight"), self.final_norm.weight
+        for name, destination in _norm_parts("model.norm", self.final_norm):
+            yield stored_name(self.spec, name), destination
         for index, layer in enumerate(self.layers):
             prefix, of_layer = f"model.layers.{index}", self._projections[index]
-            others = [(f"{prefix}.{name}.weight", norm.weight) for name, norm in layer.norms.items()]
+            others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
             if isinstance(layer.mixer, GatedDelta | Mamba):
                 mixer = "linear_attn" if isinstance(layer.mixer, GatedDelta) else "mamba"
                 others += layer.mixer.destinations(f"{prefix}.{mixer}")
@@ -293,10 +343,27 @@ class Decoder:
             if isinstance(layer.mlp, Experts):
                 others += layer.mlp.destinations(prefix)
             else:
-                yield from _linear_parts(of_layer["gate_up"], layer.mlp.gate_up)
+                first = layer.mlp.gate_up if isinstance(layer.mlp, GatedMlp) else layer.mlp.up
+                yield from _linear_parts(of_layer["gate_up"], first)
                 yield from _linear_parts(of_layer["down"], layer.mlp.down)
+                if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
+                    others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
             for name, destination in others:
                 yield stored_name(self.spec, name), destination
+
+
+def _rotated(x_THD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    if rotation is None:
+        return x_THD
+    out_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    rotation.apply(slice(None), x_THD, out=out_THD)
+    return out_THD
+
+
+def _norm_parts(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, torch.Tensor]]:
+    yield f"{name}.weight", norm.weight
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        yield f"{name}.bias", norm.bias
 
 
 def _linear_parts(

@@ -8,6 +8,11 @@ from typing import Any, Literal
 
 from penstock.models.layer_specs import ExpertNames
 
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+_ALL_BIASES = {**_ATTENTION_BIAS, "mlp_bias": "mlp_bias"}
+_USE_BIAS = dict.fromkeys(_ALL_BIASES, "use_bias")
+PLAIN_ACTIVATIONS = ("relu2", "silu", "gelu", "gelu_pytorch_tanh")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -16,8 +21,14 @@ class Family:
     theta: float = 10_000.0
     tied_by_default: bool = False
     sliding: Literal["none", "all", "by-layer-type"] = "none"
-    biases: tuple[Literal["attention", "mlp"], ...] = ("attention",)  # which its class asks the config for
+    biases: Mapping[str, str] = field(default_factory=lambda: _ATTENTION_BIAS)  # of what, and the config's key
     traits: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)  # ours, and the config's where it has another
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what a config means that does not say
+    known: Mapping[str, Any] = field(default_factory=dict)  # the only values of these keys that have a native form
+    activations: tuple[str, ...] = ("silu", "gelu", "gelu_pytorch_tanh")
+    rotates: Literal["all", "windows", "none"] = "all"  # layers; windows: those, or all where none has one
+    has_local_rotary: bool = False  # layers with a window have a table of their own
     experts: str | None = None  # key into EXPERT_NAMES
     normalizes_chosen: bool = True  # what a config without norm_topk_prob means
     recurrent: Literal["delta", "mamba"] | None = None
@@ -48,54 +59,237 @@ _BAMBA_NAMES = (
     ("model.norm.", "model.final_layernorm."),
 )
 _GRANITE_NAMES = (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear"))
+_GLM4_NAMES = (
+    ("post_attention_layernorm", "post_self_attn_layernorm"),
+    ("pre_feedforward_layernorm", "post_attention_layernorm"),
+    ("post_feedforward_layernorm", "post_mlp_layernorm"),
+)
+_HUNYUAN_NAMES = (("self_attn.q_norm", "self_attn.query_layernorm"), ("self_attn.k_norm", "self_attn.key_layernorm"))
+_APERTUS_NAMES = (
+    ("input_layernorm", "attention_layernorm"),
+    ("post_attention_layernorm", "feedforward_layernorm"),
+)
+_STARCODER_NAMES = ((".mlp.up_proj", ".mlp.c_fc"), (".mlp.down_proj", ".mlp.c_proj"))
+_NORMS_AFTER = {"norms_inputs": False, "norms_outputs": True}
+_COHERE = {"norm": "layer", "is_parallel": True, "interleaves_rotary": True}
+_GLM = {"interleaves_rotary": True, "has_fused_mlp": True}
+_GLM_DEFAULTS = {
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-07,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+_LAYER_NORM = {"norm": "layer", "has_norm_biases": True}
+_MINISTRAL_ROPE = {
+    "type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_EPS_5 = {"rms_norm_eps": 1e-5}
+_QWEN_HYBRID_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+_GEMMA_DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(biases=("attention", "mlp")),
-    "mistral": Family(sliding="all", biases=()),
-    "qwen2": Family(sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
-    "qwen3": Family(sliding="by-layer-type", traits={"qk_norm": "head"}),
-    "qwen2_5_vl_text": Family(theta=1_000_000.0, sliding="by-layer-type", biases=(), traits={"qkv_bias": True}),
-    "qwen3_vl_text": Family(theta=5_000_000.0, traits={"qk_norm": "head"}),
+    "llama": Family(biases=_ALL_BIASES),
+    "mistral": Family(sliding="all", biases={}, defaults={"sliding_window": 4096}),
+    "qwen2": Family(sliding="by-layer-type", biases={}, traits={"qkv_bias": True}),
+    "qwen3": Family(sliding="by-layer-type", traits={"qk_norm": "head"}, defaults={"head_dim": 128}),
+    "qwen2_5_vl_text": Family(
+        theta=1_000_000.0, sliding="by-layer-type", biases={}, traits={"qkv_bias": True}, defaults=_EPS_5
+    ),
+    "qwen3_vl_text": Family(theta=500_000.0, traits={"qk_norm": "head"}, defaults={"head_dim": 128}),
     "qwen3_vl_moe_text": Family(theta=500_000.0, traits={"qk_norm": "head"}, experts="qwen"),
     "smollm3": Family(
         theta=2_000_000.0,
         tied_by_default=True,
         sliding="by-layer-type",
         full_every=(1,),
-        biases=("attention", "mlp"),
+        biases=_ALL_BIASES,
     ),
-    "phi3": Family(sliding="all", biases=(), traits={"has_fused_qkv": True, "has_fused_mlp": True}),
-    "olmo2": Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}),
+    "phi3": Family(sliding="all", biases={}, traits={"has_fused_qkv": True, "has_fused_mlp": True}, defaults=_EPS_5),
+    "olmo2": Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}, defaults=_EPS_5),
     "qwen2_moe": Family(
         sliding="by-layer-type",
         full_every=(2,),
-        biases=(),
+        biases={},
         traits={"qkv_bias": True},
         experts="qwen",
         normalizes_chosen=False,
     ),
     "qwen3_moe": Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
-    "qwen3_next": Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
-    "qwen3_5_text": Family(traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL),
-    "qwen3_5_moe_text": Family(traits=_QWEN_HYBRID, experts="qwen", recurrent="delta", full_every=_QWEN_INTERVAL),
-    "mixtral": Family(theta=1_000_000.0, sliding="all", biases=(), experts="mixtral"),
-    "gpt_oss": Family(
-        theta=150_000.0, sliding="by-layer-type", full_every=(2,), traits={"has_sinks": True}, experts="gpt-oss"
+    "qwen3_next": Family(
+        traits=_QWEN_HYBRID,
+        experts="qwen",
+        recurrent="delta",
+        full_every=_QWEN_INTERVAL,
+        defaults=_QWEN_HYBRID_DEFAULTS,
     ),
-    "bamba": Family(recurrent="mamba", biases=("attention", "mlp"), traits={"renames": _BAMBA_NAMES}),
+    "qwen3_5_text": Family(
+        traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL, defaults=_QWEN_HYBRID_DEFAULTS
+    ),
+    "qwen3_5_moe_text": Family(
+        traits=_QWEN_HYBRID,
+        experts="qwen",
+        recurrent="delta",
+        full_every=_QWEN_INTERVAL,
+        defaults={**_QWEN_HYBRID_DEFAULTS, "intermediate_size": 0, "shared_expert_intermediate_size": 512},
+    ),
+    "mixtral": Family(theta=1_000_000.0, sliding="all", biases={}, experts="mixtral", defaults=_EPS_5),
+    "gpt_oss": Family(
+        theta=150_000.0,
+        sliding="by-layer-type",
+        full_every=(2,),
+        traits={"has_sinks": True},
+        experts="gpt-oss",
+        defaults={**_EPS_5, "head_dim": 64, "attention_bias": True, "rope_parameters": _GPT_OSS_ROPE},
+    ),
+    "bamba": Family(
+        recurrent="mamba",
+        biases=_ALL_BIASES,
+        traits={"renames": _BAMBA_NAMES},
+        defaults={**_EPS_5, "partial_rotary_factor": 0.5},
+    ),
     "granitemoehybrid": Family(
         recurrent="mamba",
         experts="granite",
-        tied_by_default=True,
         traits={"has_fused_mlp": True, "renames": _GRANITE_NAMES},
     ),
-    "gemma2": Family(tied_by_default=True, sliding="by-layer-type", full_every=(2,), traits=_GEMMA),
+    "gemma2": Family(
+        tied_by_default=True,
+        sliding="by-layer-type",
+        full_every=(2,),
+        traits=_GEMMA,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+    ),
     "gemma3_text": Family(
         theta=1_000_000.0,
         tied_by_default=True,
         sliding="by-layer-type",
         full_every=("sliding_window_pattern", "_sliding_window_pattern", 6),
         traits={**_GEMMA, "qk_norm": "head"},
+        defaults={**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        has_local_rotary=True,
+    ),
+    "ministral3": Family(
+        theta=1_000_000.0,
+        sliding="all",
+        biases={},
+        defaults={**_EPS_5, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _MINISTRAL_ROPE},
+    ),
+    "olmo3": Family(
+        theta=500_000.0,
+        sliding="by-layer-type",
+        full_every=(4,),
+        traits={"qk_norm": "projection", **_NORMS_AFTER},
+        defaults={**_EPS_5, "sliding_window": 4096},
+        has_local_rotary=True,
+    ),
+    "granite": Family(biases=_ALL_BIASES),
+    "seed_oss": Family(
+        biases={"qkv_bias": "attention_bias", "output_bias": "attention_out_bias", "mlp_bias": "mlp_bias"},
+        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "ernie4_5": Family(
+        theta=500_000.0,
+        tied_by_default=True,
+        biases=_USE_BIAS,
+        traits={"interleaves_rotary": True},
+        defaults={**_EPS_5, "num_key_value_heads": 2, "head_dim": 128},
+    ),
+    "exaone4": Family(
+        sliding="by-layer-type",
+        full_every=("sliding_window_pattern", 4),
+        biases={},
+        traits={"qk_norm": "head", **_NORMS_AFTER},
+        defaults={**_EPS_5, "sliding_window": 4096, "num_key_value_heads": 32},
+        rotates="windows",
+    ),
+    "cohere": Family(
+        theta=500_000.0,
+        tied_by_default=True,
+        traits=_COHERE,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        defaults={**_EPS_5, "logit_scale": 0.0625},
+        known={"use_qk_norm": False},
+    ),
+    "cohere2": Family(
+        tied_by_default=True,
+        sliding="by-layer-type",
+        full_every=("sliding_window_pattern", 4),
+        traits=_COHERE,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        defaults={**_EPS_5, "logit_scale": 0.0625, "sliding_window": 4096},
+        rotates="windows",
+    ),
+    "glm": Family(biases={"qkv_bias": "attention_bias"}, traits=_GLM, defaults=_GLM_DEFAULTS),
+    "glm4": Family(
+        biases={"qkv_bias": "attention_bias"},
+        traits={**_GLM, "norms_outputs": True, "renames": _GLM4_NAMES},
+        defaults=_GLM_DEFAULTS,
+    ),
+    "hunyuan_v1_dense": Family(traits={"qk_norm": "rotated head", "renames": _HUNYUAN_NAMES}, defaults=_EPS_5),
+    "arcee": Family(
+        biases=_ALL_BIASES,
+        traits={"is_gated": False},
+        defaults={**_EPS_5, "hidden_act": "relu2"},
+        activations=PLAIN_ACTIVATIONS,
+    ),
+    "apertus": Family(
+        theta=12_000_000.0,
+        traits={"is_gated": False, "qk_norm": "head", "renames": _APERTUS_NAMES},
+        defaults={**_EPS_5, "hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE},
+        activations=("xielu",),
+    ),
+    "nemotron": Family(
+        biases=_ALL_BIASES,
+        traits={**_LAYER_NORM, "norm_offset": 1.0, "is_gated": False},
+        keys={"rms_norm_eps": "norm_eps"},
+        defaults={**_EPS_5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        activations=PLAIN_ACTIVATIONS,
+    ),
+    "stablelm": Family(
+        biases={"qkv_bias": "use_qkv_bias"},
+        traits=_LAYER_NORM,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        defaults={**_EPS_5, "partial_rotary_factor": 0.25},
+        known={"use_parallel_residual": False, "qk_layernorm": False},
+    ),
+    "starcoder2": Family(
+        tied_by_default=True,
+        sliding="all",
+        biases=_USE_BIAS,
+        traits={**_LAYER_NORM, "is_gated": False, "renames": _STARCODER_NAMES},
+        keys={"rms_norm_eps": "norm_epsilon"},
+        defaults={"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
+        activations=PLAIN_ACTIVATIONS,
     ),
 }

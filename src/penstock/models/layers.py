@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,6 +109,64 @@ class GatedMlp:
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
         self.down.add_to(out_TM, gated_activation(self.gate_up(x_TM), self.activation))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMlp:
+    """A feed-forward part without a gate."""
+
+    up: Linear | QuantizedLinear
+    down: Linear | QuantizedLinear
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x_TM)))
+
+    def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
+        self.down.add_to(out_TM, self.activation(self.up(x_TM)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xielu:
+    """An activation whose growth on both sides of zero is learnt."""
+
+    alpha_p: torch.Tensor
+    alpha_n: torch.Tensor
+    beta: torch.Tensor
+    eps: torch.Tensor
+
+    @classmethod
+    def empty(cls, *, dtype: torch.dtype, device: torch.device) -> Xielu:
+        """The first two are stored as vectors of one number, the others as numbers."""
+        vectors, numbers = (torch.empty(2, *shape, dtype=dtype, device=device) for shape in ((1,), ()))
+        return cls(alpha_p=vectors[0], alpha_n=vectors[1], beta=numbers[0], eps=numbers[1])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        below = torch.expm1(torch.minimum(x, self.eps)).sub_(x).mul_(self.beta + F.softplus(self.alpha_n))
+        return torch.where(x > 0, F.softplus(self.alpha_p) * x * x, below).add_(self.beta * x)
+
+
+def plain_activation(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Finds an activation that multiplies nothing and has nothing to load."""
+    if kind == "relu2":
+        return lambda x: F.relu(x).square_()
+    if kind == "silu":
+        return F.silu
+    return partial(F.gelu, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm:
+    """Computed in float32 whatever the model's dtype; the weight holds its offset already."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normalises x and gives it in `dtype`, or None: that of x."""
+        normed = F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        return normed.to(dtype or x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

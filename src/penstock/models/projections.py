@@ -9,6 +9,7 @@ from typing import Literal
 from penstock.models.spec import DecoderSpec
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+# gate_up: of MLPs without a gate, up alone.
 Role = Literal["embeddings", "head", "qkv", "output", "gate_up", "down"]
 
 
@@ -57,7 +58,7 @@ def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
         found.append(_projection(spec, "output", [(f"{prefix}.o_proj", spec.hidden_size)], heads))
     if not layer.has_experts:
         prefix, inner = f"model.layers.{index}.mlp", spec.intermediate_size
-        separate = [(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)]
+        separate = [(f"{prefix}.gate_proj", inner)] * spec.is_gated + [(f"{prefix}.up_proj", inner)]
         fused = [(f"{prefix}.gate_up_proj", 2 * inner)]
         found.append(_projection(spec, "gate_up", fused if spec.has_fused_mlp else separate, spec.hidden_size))
         found.append(_projection(spec, "down", [(f"{prefix}.down_proj", spec.hidden_size)], inner))

@@ -63,7 +63,7 @@ def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
 
 def _largest_matrix(spec: DecoderSpec) -> int:
     recurrent_rows = spec.recurrent.widest_rows if spec.recurrent else 0
-    return spec.hidden_size * max(2 * spec.widest_mlp, spec.qkv_rows, recurrent_rows)
+    return spec.hidden_size * max((1 + spec.is_gated) * spec.widest_mlp, spec.qkv_rows, recurrent_rows)
 
 
 def generic_shape(spec: GenericSpec, *, num_parameters: int, item_bytes: int, keeps_own_cache: bool) -> ModelShape:

@@ -11,6 +11,8 @@ from penstock.models.families import EXPERT_NAMES, FAMILIES, Family
 from penstock.models.layer_specs import DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
+LOCAL_THETA = {"olmo3": 500_000.0}  # of layers with a window, where a config names none
+NUM_XIELU = 4  # numbers of an activation that is learnt
 # Where a config names none.
 ROTARY_SECTIONS = {
     "qwen2_5_vl_text": (16, 24, 24),
@@ -20,7 +22,6 @@ ROTARY_SECTIONS = {
     "qwen3_5_moe_text": (11, 11, 10),
 }
 IN_TURNS = frozenset(ROTARY_SECTIONS) - {"qwen2_5_vl_text"}  # whose axes take turns
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,14 @@ class RotarySpec:
         """Which table a prompt of that length needs. It is fixed at admission, for prompt and answer alike."""
         is_long = self.type == "longrope" and self.original_context and prompt_tokens > self.original_context
         return "long" if is_long else "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries grow with the logarithm of how many original contexts lie before them."""
+
+    beta: float
+    original_context: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +75,13 @@ class DecoderSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "projection"] | None = None
+    qk_norm: Literal["head", "rotated head", "projection"] | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    has_norm_biases: bool = False
+    is_parallel: bool = False  # attention and MLP read the same, and what both give is added
+    is_gated: bool = True  # MLPs multiply what they activate
+    interleaves_rotary: bool = False  # in the checkpoint: rotated pairs lie side by side
+    query_scale: QueryScale | None = None  # by position
     norms_inputs: bool = True
     norms_outputs: bool = False
     norm_offset: float = 0.0  # gemma stores norm weights less one
@@ -108,12 +123,14 @@ class DecoderSpec:
         heads = self.num_heads * self.head_size
         attention = self.qkv_rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
         attention += self.num_heads * self.has_sinks
-        mlp = 3 * self.intermediate_size * self.hidden_size
-        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        rows = (1 + self.is_gated) * self.intermediate_size
+        mlp = (rows + self.intermediate_size) * self.hidden_size + (rows + self.hidden_size) * self.mlp_bias
+        mlp += NUM_XIELU * (self.activation == "xielu")
         num_sparse = sum(layer.has_experts for layer in self.layers)
         sparse = self.experts.num_parameters(self.hidden_size) if self.experts else 0
-        norms = 2 * self.hidden_size * (self.norms_inputs + self.norms_outputs)
-        if self.qk_norm == "head":
+        norm = self.hidden_size * (1 + self.has_norm_biases)
+        norms = (1 if self.is_parallel else 2) * norm * (self.norms_inputs + self.norms_outputs)
+        if self.qk_norm in ("head", "rotated head"):
             attention += 2 * self.head_size
         elif self.qk_norm == "projection":
             attention += heads + self.num_kv_heads * self.head_size
@@ -123,7 +140,7 @@ class DecoderSpec:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
         mlps = (self.num_layers - num_sparse) * mlp + num_sparse * sparse
         mixers = self.num_attention_layers * attention + recurrent
-        return mixers + self.num_layers * norms + mlps + self.hidden_size + embeddings
+        return mixers + self.num_layers * norms + mlps + norm + embeddings
 
     @property
     def attention_growth(self) -> float:
@@ -161,6 +178,13 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
             f"The architecture {model_type!r} has no native decoder; native ones are {', '.join(sorted(FAMILIES))}."
         )
     family = FAMILIES[str(model_type)]
+    named = {ours: config[theirs] for ours, theirs in family.keys.items() if theirs in config}
+    config = {**family.defaults, **config, **named}
+    for key, value in family.known.items():
+        if config.get(key) not in (None, value):
+            raise UnsupportedModel(
+                f"{model_type} has no native form with {key} = {config[key]!r}, only with {value!r}."
+            )
     try:
         return _decoder_spec(str(model_type), family, config)
     except KeyError as error:
@@ -179,12 +203,9 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
     if num_heads % num_kv_heads or min(num_layers, num_heads, hidden_size, head_size) < 1:
         raise ValueError(f"{num_heads} heads of {head_size} over {num_kv_heads} key-value heads")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(ACTIVATIONS)}.")
+    if activation not in family.activations:
+        raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(family.activations)}.")
     is_gemma = model_type.startswith("gemma")
-    attention_bias, mlp_bias = (
-        part in family.biases and bool(config.get(f"{part}_bias", False)) for part in ("attention", "mlp")
-    )
     tied = config.get("tie_word_embeddings")
     values: dict[str, Any] = {
         "family": model_type,
@@ -201,24 +222,32 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
         "attention_scale": float(config["query_pre_attn_scalar"] if is_gemma else head_size) ** -0.5,
-        "qkv_bias": attention_bias,
-        "output_bias": attention_bias,
-        "mlp_bias": mlp_bias,
+        "query_scale": _query_scale(config) if model_type == "ministral3" else None,
+        "logit_scale": float(config.get("logit_scale") or 1.0) if model_type.startswith("cohere") else 1.0,
+        **{bias: bool(config.get(key)) for bias, key in family.biases.items()},
         "embedding_scale": hidden_size**0.5 if is_gemma else None,
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
         "experts": _experts(family, config),
         "recurrent": _recurrent(model_type, family, config),
     }
-    if model_type == "granitemoehybrid":
+    if model_type.startswith("granite"):
         values |= _granite_scales(config)
     return DecoderSpec(**(values | dict(family.traits)))
 
 
+def _query_scale(config: Mapping[str, Any]) -> QueryScale | None:
+    parameters = _rope_parameters(config)
+    beta = parameters.get("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    return QueryScale(beta=float(beta), original_context=int(parameters["original_max_position_embeddings"]))
+
+
 def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Its multipliers, and the width of what is its only feed-forward part where it has no experts."""
+    """Its multipliers, and in hybrids the width of what is the only feed-forward part where there are no experts."""
     return {
-        "intermediate_size": int(config["shared_intermediate_size"]),
+        "intermediate_size": int(config.get("shared_intermediate_size") or config["intermediate_size"]),
         "embedding_scale": float(config.get("embedding_multiplier", 1.0)),
         "attention_scale": float(config.get("attention_multiplier", 1.0)),
         "residual_scale": float(config.get("residual_multiplier", 1.0)),
@@ -232,11 +261,14 @@ def _layers(model_type: str, family: Family, config: Mapping[str, Any], num_laye
     kinds = ["sliding_attention" if family.sliding == "all" else "full_attention"] * num_layers
     if family.recurrent or family.sliding == "by-layer-type":
         kinds = _layer_types(family, config, num_layers)
-    rotaries = {"sliding_attention": "local"} if model_type == "gemma3_text" else {}
+    rotaries = {"sliding_attention": "local"} if family.has_local_rotary else {}
+    rotates_all = family.rotates == "all" or (family.rotates == "windows" and not window)
     return tuple(
         LayerSpec(
             window=int(window) if window and kind == "sliding_attention" else None,
-            rotary=rotaries.get(kind, "global") if _has_rotary(model_type, config, index) else None,
+            rotary=rotaries.get(kind, "global")
+            if (rotates_all or kind == "sliding_attention") and _has_rotary(model_type, config, index)
+            else None,
             has_experts=_has_experts(family, config, index),
             is_recurrent=family.recurrent is not None and kind in ("linear_attention", "mamba"),
         )
@@ -341,20 +373,25 @@ def _layer_types(family: Family, config: Mapping[str, Any], num_layers: int) -> 
 
 
 def _rotaries(model_type: str, family: Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:
-    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, which may be nested."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(config.get("rope_theta") or family.theta)
-    if model_type != "gemma3_text":
+    parameters, theta = _rope_parameters(config), float(config.get("rope_theta") or family.theta)
+    if not family.has_local_rotary:
         parameters = parameters.get("full_attention", parameters)
         return {"global": _rotary(model_type, parameters, theta, config, head_size)}
     is_nested = "full_attention" in parameters or "sliding_attention" in parameters
+    if config.get("rope_parameters") and not is_nested and model_type == "olmo3":
+        raise UnsupportedModel("olmo3 has no native form with rope_parameters that do not tell the types of layers.")
     full = (parameters.get("full_attention") or {}) if is_nested else parameters
     local = (parameters.get("sliding_attention") or {}) if is_nested else {}
-    local_theta = float(config.get("rope_local_base_freq") or 10_000.0)
+    local_theta = float(config.get("rope_local_base_freq") or LOCAL_THETA.get(model_type, 10_000.0))
     return {
         "global": _rotary(model_type, full, theta, config, head_size),
         "local": _rotary(model_type, local, local_theta, config, head_size),
     }
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`, which may be nested."""
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
 def _rotary(
@@ -365,6 +402,9 @@ def _rotary(
         kind = "default"
     if model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
+    theta = float(parameters.get("rope_theta") or theta)
+    if model_type == "hunyuan_v1_dense" and kind == "dynamic" and parameters.get("alpha"):
+        kind, theta = "default", theta * float(parameters["alpha"]) ** (head_size / (head_size - 2))
     if kind not in ROPE_TYPES:
         raise UnsupportedModel(
             f"The rotary scaling {kind!r} has no native form; native ones are {', '.join(ROPE_TYPES)}."
@@ -375,7 +415,7 @@ def _rotary(
     values = {**parameters, "max_context": max_context, "original_context": int(original or max_context)}
     return RotarySpec(
         type=kind,
-        theta=float(parameters.get("rope_theta") or theta),
+        theta=theta,
         num_dims=int(head_size * share),
         parameters=values,
         original_context=values["original_context"] if kind == "longrope" else None,

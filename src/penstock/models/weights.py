@@ -34,8 +34,11 @@ FLOATS = frozenset({"F16", "BF16", *FULL_PRECISION})
 class WeightSource(Protocol):
     """Tensors under their Hugging Face names. `quantization` is the type that most values are stored in."""
 
-    names: frozenset[str]
-    quantization: str
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    @property
+    def quantization(self) -> str: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -107,6 +110,47 @@ def _slices(
     for part in destination.split(max(num_rows, multiple)) if destination.dim() else [destination]:
         yield part, start
         start += part.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesFirst:
+    """A source whose queries and keys have rotated pairs side by side; it gives what is first in each pair before."""
+
+    source: WeightSource
+    head_size: int
+    num_rotated: int  # dimensions of a head
+    of: frozenset[str]  # the tensors that have heads in their rows
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.source.names
+
+    @property
+    def quantization(self) -> str:
+        return self.source.quantization
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def copy_into(self, destination: torch.Tensor, name: str) -> None:
+        self.source.copy_into(destination, name)
+        if name in self.of:
+            destination.copy_(destination[self._order(len(destination))])
+
+    def quantize_into(self, destination: QuantizedRows, name: str) -> None:
+        if name not in self.of:
+            self.source.quantize_into(destination, name)
+            return
+        values = torch.empty(destination.shape)
+        self.source.copy_into(values, name)
+        values = values[self._order(len(values))]
+        destination.matrix.fill(destination.start, grouped(values.numpy(), destination.matrix.format))
+
+    def _order(self, num_rows: int) -> torch.Tensor:
+        """Finds where each row is stored."""
+        head = torch.arange(self.head_size)
+        head[: self.num_rotated] = torch.arange(self.num_rotated).view(-1, 2).t().flatten()
+        return (torch.arange(0, num_rows, self.head_size)[:, None] + head).flatten()
 
 
 def _missing(name: str, where: object) -> InvalidModelFile:

@@ -1,0 +1,70 @@
+"""Every native family stays native, and what its config leaves out means what its class in transformers says."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from family_sizes import MORE, SIZES
+from tiny_models import CONFIGS
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from penstock.lanes.table import pick_lane
+from penstock.models.families import FAMILIES
+from penstock.models.shapes import native_shape
+from penstock.models.spec import decoder_spec
+
+INSIDE_OTHERS = {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # decoders that come only with images
+NOT_TRIED_TINY = {"qwen2_moe"}
+
+
+def stored(config):
+    """As it lies in a config.json, with every value."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_runs_natively_with_the_config_that_its_class_has_by_itself(model_type):
+    lane = pick_lane(stored(CONFIG_MAPPING[model_type]()), None)
+    assert (lane.id, lane.reason) == ("optimized-native-text", f"{model_type} has a native decoder")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tiny_model_of_a_family_is_of_the_native_lane(name):
+    assert pick_lane(stored(CONFIGS[name]()), None).id == "optimized-native-text"
+
+
+def test_every_family_has_a_tiny_model():
+    tried = {CONFIGS[name]().model_type for name in CONFIGS}
+    assert tried == set(FAMILIES) - INSIDE_OTHERS - NOT_TRIED_TINY
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_config_leaves_out_means_what_its_class_says(model_type):
+    sizes = SIZES | MORE.get(model_type, {})
+    short = decoder_spec(sizes | {"model_type": model_type})
+    whole = decoder_spec(stored(CONFIG_MAPPING[model_type](**sizes)))
+    # Of a decoder inside another model, that model says whether its head is tied.
+    not_alike = {"rotaries"} | ({"has_tied_embeddings"} if model_type in INSIDE_OTHERS else set())
+    for field in dataclasses.fields(short):
+        if field.name not in not_alike:
+            assert getattr(short, field.name) == getattr(whole, field.name), field.name
+    assert short.rotaries.keys() == whole.rotaries.keys()
+    for name, rotary in short.rotaries.items():
+        assert (rotary.type, rotary.theta, rotary.num_dims) == (
+            whole.rotaries[name].type,
+            whole.rotaries[name].theta,
+            whole.rotaries[name].num_dims,
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_has_as_many_parameters_as_its_plan_counts(name):
+    config = CONFIGS[name]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    named = dict(model.named_parameters())
+    stored_only = {key: value for key, value in model.state_dict().items() if key not in named and "." in key}
+    num_tied = sum(value.numel() for key, value in stored_only.items() if key == "lm_head.weight")
+    expected = sum(value.numel() for value in [*named.values(), *stored_only.values()]) - num_tied
+    assert native_shape(stored(config), "float32").num_parameters == expected

@@ -1,0 +1,34 @@
+"""The sizes of a small decoder of every native family, as its config must say them."""
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_d_conv": 4}
+MORE = {
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 56},
+    "qwen3_moe": EXPERTS,
+    "qwen3_vl_moe_text": EXPERTS,
+    "qwen3_next": EXPERTS | DELTA | {"shared_expert_intermediate_size": 56},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": EXPERTS | DELTA,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 21},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 17},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 13, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 13, "sliding_window_pattern": 2},
+}
