@@ -15,6 +15,7 @@ BASE = {"request", "config", "document", "errors"}
 # What each room may import, besides itself and the base.
 ALLOWED = {
     "prompt": set(),
+    "answer": set(),
     "plan": set(),
     "schedule": {"plan", "cache.blocks", "cache.prefix", "cache.states"},
     "cache": set(),
@@ -39,7 +40,7 @@ ALLOWED = {
         "attention",
         "kernels",
     },
-    "server": {"engine", "trace", "prompt", "plan", "cache.prefix"},
+    "server": {"answer", "engine", "trace", "prompt", "plan", "cache.prefix"},
     "simulate": {"schedule", "trace", "cache"},
     "bench": {
         "engine",
@@ -83,6 +84,7 @@ EXCEPTIONS |= {
 }
 NO_TORCH = [
     "prompt",
+    "answer",
     "plan",
     "batch",
     "trace",

@@ -22,6 +22,11 @@ TOGETHER = {
     "batch/answers.py": "test_batch.py",
     "batch/lines.py": "test_batch.py",
     "batch/run.py": "test_batch.py",
+    "answer/events.py": "test_reader.py",
+    "answer/formats.py": "test_reader.py",
+    "answer/notations.py": "test_reader.py",
+    "answer/python_values.py": "test_values.py",
+    "answer/scanner.py": "test_values.py",
     "cache/prefix.py": "test_blocks.py",
     "models/families.py": "test_spec.py",
     "models/gguf.py": "test_files.py",
@@ -54,6 +59,7 @@ TOGETHER = {
 }
 # Reached through the module that uses them, which the file imports.
 THROUGH = {
+    "answer/notations.py": "penstock.answer.formats",
     "lanes/lane.py": "penstock.lanes.table",
     "lanes/native_text_kind.py": "penstock.lanes.table",
     "lanes/native_images_kind.py": "penstock.lanes.table",

@@ -72,7 +72,10 @@ class PromptReader:
 
     def message_tokens(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """`variables`: what the template may know besides the messages, such as tools."""
-        return self._encoded(self.rendered(messages, **variables), add_special_tokens=False)
+        return self.rendered_tokens(self.rendered(messages, **variables))
+
+    def rendered_tokens(self, text: str) -> list[int]:
+        return self._encoded(text, add_special_tokens=False)
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes a text, and refuses one that is far too long before all of it is: 32 MiB take a minute and 6 GB."""

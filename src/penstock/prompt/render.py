@@ -27,6 +27,7 @@ class ChatTemplate:
                 f"The chat template has {len(source):,} characters; {_MAX_SOURCE_CHARACTERS:,} is the most. "
                 "Give a shorter one."
             )
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._source = source
         try:

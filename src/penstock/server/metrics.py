@@ -95,6 +95,7 @@ class Metrics:
         self._preemptions = counter("num_preemptions_total", "Requests sent back to the queue to make room.")
         self._success = counter("request_success_total", "Requests that ended, by reason.", "finished_reason")
         self._cancelled = counter("request_cancelled_total", "Requests that their clients left.")
+        self._unread = counter("unread_calls_total", "Times that an answer opened like a call and was none.")
         self._running = gauge("num_requests_running", "Requests that are being served.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._kv = gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.")
@@ -173,6 +174,9 @@ class Metrics:
 
     def count_cancelled(self) -> None:
         self._cancelled.inc()
+
+    def count_unread(self, num_calls: int) -> None:
+        self._unread.inc(num_calls)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

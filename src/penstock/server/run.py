@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock.answer.events import AnswerEvent, WrittenAnswer
+from penstock.answer.reader import ALL_TEXT, AnswerFormat, AnswerReader
 from penstock.engine.engine import Event, Prompt
 from penstock.errors import EngineClosed, PromptTooLong
 from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.server.openai.answers import PromptProgress, Usage
-from penstock.server.openai.tools import CallReader
 from penstock.server.problems import Refused
 from penstock.server.service import Service
 from penstock.server.sse import NOTHING, EventStream
@@ -31,10 +32,16 @@ class Choice:
     """One answer that the request asks for, and what came of it so far."""
 
     index: int
-    calls: CallReader
+    reader: AnswerReader
+    news: list[AnswerEvent] = field(default_factory=list[AnswerEvent])  # what its last event brought
+    written: WrittenAnswer = field(default_factory=WrittenAnswer)  # what all of them came to
     num_written: int = 0
     last_token_at: float | None = None  # None: it has none
     output: Output | None = None  # None: it has not ended
+
+    def take(self, news: list[AnswerEvent]) -> None:
+        self.news = news
+        self.written.take(news)
 
 
 class Shape:
@@ -85,7 +92,7 @@ class Run:
         *,
         chunk_size: int | str | None = None,
         priority: int | None = None,
-        reader: Callable[[], CallReader] = CallReader,
+        form: AnswerFormat = ALL_TEXT,
     ) -> None:
         """Submits `num_each` choices for each prompt, each with its own seed; the first leads, others share its prefix.
 
@@ -105,7 +112,7 @@ class Run:
                 seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
                 params = replace(sampling, seed=seed)
                 request_id = await self._follower.submit(prompt, params=params, **given)
-                self._choice_by_id[request_id] = choice = Choice(index=index, calls=reader())
+                self._choice_by_id[request_id] = choice = Choice(index=index, reader=AnswerReader(form))
                 self.choices.append(choice)
                 self.service.board.join(request_id)
         except BaseException as error:
@@ -209,9 +216,12 @@ class Run:
             metrics.take_token(now - (self.arrived_at if before is None else before), before is None)
             choice.last_token_at = now
             choice.num_written += 1
+            choice.take(choice.reader.push(event.text))
         elif isinstance(event, Finished):
             metrics.end_answer(now - self.arrived_at, event.output)
             self._refuse_unfinished(event.output)
+            choice.take(choice.reader.end())
+            metrics.count_unread(choice.reader.num_unread)
             choice.output = event.output
             self._num_open -= 1
         return choice, event

@@ -11,10 +11,12 @@ from typing import Any
 
 from starlette.requests import Request
 
+from penstock.answer.probe import TemplateForms, probe
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
+from penstock.engine.prompts import PromptReader
 from penstock.errors import EngineClosed
 from penstock.plan.memory import over_budget
 from penstock.request import StepPlan, StepResult
@@ -37,6 +39,7 @@ class Service:
         self.started_at = int(time.time())
         self.board = Board()
         self.metrics = Metrics()
+        self.forms = TemplateForms()
         self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None
         self._told_bytes = 0  # the last peak above the budget that was logged
@@ -57,6 +60,7 @@ class Service:
         engine.on_plan = self.board.take_plan
         engine.on_step = self._take_step
         self.metrics.describe(self.name, engine, self.board)
+        self.forms = await asyncio.to_thread(_forms, engine.prompts)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
         log.info("ready", extra={"model": self.name, "lane": engine.lane.id, "seconds": seconds})
@@ -118,3 +122,7 @@ class Service:
         engine.warm_up()
         engine.record()
         return engine
+
+
+def _forms(reader: PromptReader) -> TemplateForms:
+    return TemplateForms() if reader.template is None else probe(reader.rendered, reader.template.source)

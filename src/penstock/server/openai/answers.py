@@ -93,6 +93,8 @@ class ChatMessage(BaseModel):
     content: str | None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its newer name
 
 
 class ChatChoice(BaseModel):

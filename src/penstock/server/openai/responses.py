@@ -7,10 +7,11 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ValidationError
 
+from penstock.answer.events import WrittenAnswer, WrittenCall, text_of
 from penstock.engine.engine import Event
 from penstock.request import Finished, Output, Token
 from penstock.server import sse
-from penstock.server.openai.answers import PromptTokensDetails, ToolCall
+from penstock.server.openai.answers import PromptTokensDetails
 from penstock.server.openai.conversation import converse
 from penstock.server.openai.response_asks import ResponseAsk
 from penstock.server.problems import Refused
@@ -110,7 +111,7 @@ class CreatedResponse(Shape):
 
     def answer(self) -> dict[str, Any]:
         (choice,), (output,) = self._run.choices, self._run.outputs
-        return self._finished(*choice.calls.read(output.text), output).model_dump()
+        return self._finished(choice.written, output).model_dump()
 
     def begin(self) -> bytes:
         names = ("response.created", "response.in_progress")
@@ -118,11 +119,10 @@ class CreatedResponse(Shape):
 
     def tell(self, choice: Choice | None, event: Event | None) -> bytes:
         if choice is not None and isinstance(event, Token):
-            return self._tell_text(choice.calls.push(event.text))
+            return self._tell_text(text_of(choice.news))
         if choice is not None and isinstance(event, Finished):
-            held, calls = choice.calls.finish()
-            told = self._tell_text(held)
-            return told + self._tell_end(self._finished(self._text, calls, event.output))
+            told = self._tell_text(text_of(choice.news))
+            return told + self._tell_end(self._finished(choice.written, event.output))
         return sse.NOTHING
 
     def _tell_text(self, text: str) -> bytes:
@@ -159,7 +159,8 @@ class CreatedResponse(Shape):
             found.append(self._event("response.output_item.done", output_index=index, item=item))
         return b"".join([*found, self._event(f"response.{answer.status}", response=answer)])
 
-    def _finished(self, text: str, calls: list[ToolCall], output: Output) -> ResponseAnswer:
+    def _finished(self, written: WrittenAnswer, output: Output) -> ResponseAnswer:
+        text, calls = written.text, written.calls
         status: Status = "incomplete" if output.finish_reason == "length" and not calls else "completed"
         items: list[OutputMessage | OutputCall] = [_call(call) for call in calls]
         if text or not items:
@@ -200,5 +201,5 @@ class CreatedResponse(Shape):
         return sse.event({"type": name, "sequence_number": self._num_events - 1} | fields, name)
 
 
-def _call(call: ToolCall) -> OutputCall:
-    return OutputCall(id=f"fc_{call.id}", call_id=call.id, name=call.function.name, arguments=call.function.arguments)
+def _call(call: WrittenCall) -> OutputCall:
+    return OutputCall(id=f"fc_{call.id}", call_id=call.id, name=call.name, arguments=call.arguments)
