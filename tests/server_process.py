@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from resource import RLIMIT_NOFILE, setrlimit
@@ -21,9 +21,9 @@ COMMAND = [sys.executable, "-m", "penstock.cli.main", "serve"]
 
 
 class ServerProcess:
-    def __init__(self, *arguments: str, max_files: int | None = None) -> None:
+    def __init__(self, *arguments: str, max_files: int | None = None, command: Sequence[str] = COMMAND) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments, "--port", "0"],
+            [*command, *arguments, "--port", "0"],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PENSTOCK_THREADS": "1"},
@@ -70,9 +70,9 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(*arguments: str, max_files: int | None = None) -> Iterator[ServerProcess]:
+def serving(*arguments: str, max_files: int | None = None, command: Sequence[str] = COMMAND) -> Iterator[ServerProcess]:
     """`max_files`: how many files the process may have open, connections among them."""
-    server = ServerProcess(*arguments, max_files=max_files)
+    server = ServerProcess(*arguments, max_files=max_files, command=command)
     try:
         server.wait()
         yield server

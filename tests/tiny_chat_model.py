@@ -33,7 +33,7 @@ To call one, write <tool_call>
 {% endif %}"""
 
 
-def save_tiny_chat_model(folder: Path, template: str = TEMPLATE) -> None:
+def save_tiny_chat_model(folder: Path, template: str = TEMPLATE, max_tokens: int = 4096) -> None:
     backend = tokenizer_from_gguf(resolve(DEFAULT_MODEL).gguf.metadata).backend
     backend.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
@@ -46,7 +46,7 @@ def save_tiny_chat_model(folder: Path, template: str = TEMPLATE) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_tokens,
         eos_token_id=backend.token_to_id("<|im_end|>"),
         tie_word_embeddings=True,
     )

@@ -200,6 +200,10 @@ class Engine:
         """Runs one request to its end."""
         return self.generate_batch([prompt], **sampling)[0]
 
+    def num_tokens(self, prompt: Prompt) -> int:
+        """Counts what a prompt would be, images and all; nothing is run, and what is refused is refused here too."""
+        return self._intake.num_tokens(prompt)
+
     def generate_batch(self, prompts: Iterable[Prompt], **sampling: Any) -> list[Output]:
         """Runs the prompts together; each step carries chunks of many."""
         ids: list[int] = []

@@ -104,6 +104,9 @@ class Intake:
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
         return self._model.lane.prompt(dataclasses.replace(ask, scope=scope), limits)
 
+    def num_tokens(self, prompt: Prompt) -> int:
+        return self._lane_prompt(prompt, (), "", "").num_tokens
+
     def plan(self, prompt_tokens: int, atomic: tuple[Span, ...], *, chunk_size: int | str | None) -> PromptPlan:
         config, adjustments = self._config_of(chunk_size)
         capacity = min(self._scheduler.capacity, self._model.lane.max_prompt or self._scheduler.capacity)

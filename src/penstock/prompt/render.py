@@ -29,7 +29,6 @@ class ChatTemplate:
             )
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._source = source
         try:
             self._template = Sandbox().template(source)
         except Exception as error:  # the template is foreign code, and so may be what is wrong with it
@@ -40,7 +39,7 @@ class ChatTemplate:
     @cached_property
     def knobs(self) -> frozenset[str]:
         """Names the variables that the template reads and that whoever asks may set."""
-        return Sandbox().variables(self._source) - {*_GIVEN, *self._special_tokens}
+        return Sandbox().variables(self.source) - {*_GIVEN, *self._special_tokens}
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

@@ -12,13 +12,14 @@ from fastapi.middleware.cors import CORSMiddleware
 from penstock import __version__
 from penstock.config import EngineConfig
 from penstock.server import info, timeline, tokens
+from penstock.server.anthropic import messages
 from penstock.server.gate import Gate
 from penstock.server.openai import chat, completions, embeddings, responses
 from penstock.server.problems import add_handlers
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
 
-ROUTERS = [part.router for part in (info, chat, completions, responses, embeddings, tokens, timeline)]
+ROUTERS = [part.router for part in (info, chat, completions, responses, messages, embeddings, tokens, timeline)]
 
 
 def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:

@@ -60,7 +60,7 @@ class Gate:
         except Exception as error:
             if status is not None:
                 raise
-            await problem_response(error, request_id)(scope, receive, answer)
+            await problem_response(error, request_id, scope["path"])(scope, receive, answer)
         finally:
             _write_log(scope, state, status)
 

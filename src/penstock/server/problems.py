@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -53,6 +53,32 @@ class ProblemAnswer(BaseModel):
     error: Problem
 
 
+class AnthropicError(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicProblem(BaseModel):
+    """Tells of an error in the shape of Anthropic's."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str | None = None
+
+
+ANTHROPIC_PATHS = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
 def problem_of(error: BaseException, request_id: str | None) -> tuple[int, ProblemAnswer]:
     """The status and the body of an error; what is not ours to explain is named and logged, not shown."""
     status, param = 500, getattr(error, "param", None)
@@ -70,13 +96,27 @@ def problem_of(error: BaseException, request_id: str | None) -> tuple[int, Probl
     return status, ProblemAnswer(error=problem)
 
 
-def problem_response(error: BaseException, request_id: str | None) -> JSONResponse:
+def anthropic_problem(status: int, answer: ProblemAnswer) -> tuple[int, AnthropicProblem]:
+    """Tells an error as Anthropic does; by these words agents learn that a prompt is too long, and shorten it."""
+    problem = answer.error
+    if problem.code == CODES[PromptTooLong]:
+        status, message = 400, f"prompt is too long: {problem.message}"
+    else:
+        status, message = (529 if status == 503 else status), problem.message
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return status, AnthropicProblem(error=AnthropicError(type=kind, message=message), request_id=problem.request_id)
+
+
+def problem_response(error: BaseException, request_id: str | None, path: str = "") -> JSONResponse:
     status, answer = problem_of(error, request_id)
     headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
     if isinstance(error, PenstockError) and status in (429, 503):
         headers["Retry-After"] = str(round(max(1.0, getattr(error, "retry_after_s", RETRY_SOON_S))))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if path.startswith(ANTHROPIC_PATHS):
+        status, told = anthropic_problem(status, answer)
+        return JSONResponse(told.model_dump(), status, headers)
     return JSONResponse(answer.model_dump(), status, headers)
 
 
@@ -92,7 +132,7 @@ def add_handlers(app: FastAPI) -> None:
                 error = error.__cause__
             else:
                 error.detail = f"{error.detail}: {request.method} {request.url.path}"
-        return problem_response(error, request.scope.get("state", {}).get("request_id"))
+        return problem_response(error, request.scope.get("state", {}).get("request_id"), request.url.path)
 
     for kind in (PenstockError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)

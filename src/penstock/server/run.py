@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from penstock.request import Finished, Output, PrefillProgress, SamplingParams, 
 from penstock.server.openai.answers import PromptProgress, Usage
 from penstock.server.problems import Refused
 from penstock.server.service import Service
-from penstock.server.sse import NOTHING, EventStream
+from penstock.server.sse import KEEP_ALIVE, NOTHING, EventStream, failure
 
 T = TypeVar("T")
 PROGRESS_PERIOD_S = 1.0
@@ -47,8 +47,14 @@ class Choice:
 class Shape:
     """How an API tells what comes of a run: in one document, or as server-sent events while it comes."""
 
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE
+
     def answer(self) -> dict[str, Any]:
         raise NotImplementedError
+
+    def failed(self, error: BaseException, request_id: str) -> bytes:
+        """Tells of a failure in the middle of a stream."""
+        return failure(error, request_id)
 
     def begin(self) -> bytes:
         return NOTHING
@@ -130,7 +136,8 @@ class Run:
     async def respond(self, shape: Shape, *, is_streamed: bool | None = False) -> Response:
         """Sends the answer as it comes or in one piece. Its end, whatever it is, ends the run."""
         if is_streamed:
-            return EventStream(self._events(shape), self._request, self.close, headers=self._headers)
+            told = {"headers": self._headers, "keep_alive": shape.keep_alive, "failed": shape.failed}
+            return EventStream(self._events(shape), self._request, self.close, **told)
         try:
             answer = await _unless_disconnected(self._request, self._whole(shape))
         finally:

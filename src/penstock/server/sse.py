@@ -26,8 +26,13 @@ def event(document: Any, name: str | None = None) -> bytes:
     return head + b"data: " + to_json(document, inf_nan_mode="null") + b"\n\n"
 
 
+def failure(error: BaseException, request_id: str) -> bytes:
+    _, answer = problem_of(error, request_id)
+    return event(answer) + DONE
+
+
 class EventStream(StreamingResponse):
-    """Sends what the iterator gives; where it gave nothing for a while, a comment.
+    """Sends what the iterator gives; where it gave nothing for a while, `keep_alive`.
 
     A failure becomes an event, and however it ends, `close` is called.
     """
@@ -40,10 +45,14 @@ class EventStream(StreamingResponse):
         request: Request,
         close: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] = MappingProxyType({}),
+        keep_alive: bytes = KEEP_ALIVE,
+        failed: Callable[[BaseException, str], bytes] = failure,
     ) -> None:
         self._parts = parts
         self._request = request
         self._close = close
+        self._keep_alive = keep_alive
+        self._failed = failed
         super().__init__(self._guarded(), headers={**HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +68,6 @@ class EventStream(StreamingResponse):
                 now = time.monotonic()
                 if part or now - sent_at >= keep_alive_s:
                     sent_at = now
-                    yield part or KEEP_ALIVE
+                    yield part or self._keep_alive
         except Exception as error:
-            _, answer = problem_of(error, self._request.scope["state"]["request_id"])
-            yield event(answer) + DONE
+            yield self._failed(error, self._request.scope["state"]["request_id"])

@@ -12,13 +12,14 @@ from penstock.errors import InvalidPrompt
 from penstock.server.openai.chat_asks import ChatAsk
 from penstock.server.openai.tools import ONE_LINE, call_grammar
 from penstock.server.run import Run
+from penstock.server.service import Service
 
 
 async def converse(run: Run, ask: ChatAsk) -> None:
     """Starts the choices of a chat, each with a reader for the reasoning and the calls that it may write."""
     if ask.skipped_tools:
         run.report("skipped_tools", ask.skipped_tools)
-    prompt, form = await asyncio.to_thread(_prompt, run, ask)
+    prompt, form = await asyncio.to_thread(_prompt, run.service, ask)
     grammar = _grammar(ask, form)
     await run.start(
         [prompt],
@@ -30,14 +31,21 @@ async def converse(run: Run, ask: ChatAsk) -> None:
     )
 
 
-def _prompt(run: Run, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
+async def num_tokens(service: Service, ask: ChatAsk) -> int:
+    """Counts the tokens of the prompt that a chat becomes; nothing is run."""
+    prompt, _ = await asyncio.to_thread(_prompt, service, ask)
+    return await asyncio.to_thread(service.engine.engine.num_tokens, prompt)
+
+
+def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
     """Gives tokens, and how the answer will be read.
 
     Of an image-text model it gives the messages themselves, which the engine reads with their images.
     """
-    reader, forms = run.engine.prompts, run.service.forms
-    messages = run.service.messages(ask.messages)
-    if run.engine.lane.reads_images or any(message.has_images for message in ask.messages):
+    engine = service.engine.engine
+    reader, forms = engine.prompts, service.forms
+    messages = service.messages(ask.messages)
+    if engine.lane.reads_images or any(message.has_images for message in ask.messages):
         if ask.offered_tools:
             raise InvalidPrompt("Tools beside an image-text model are not read. Leave the tools out.")
         return messages, forms.answer_format("", None)

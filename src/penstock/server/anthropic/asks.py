@@ -1,0 +1,277 @@
+"""What `/v1/messages` takes, and how it is asked as a chat."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from penstock.server.openai.asks import MAX_STOPS, Ask, ChunkSize, JsonObject, OtherTool, text_or_items
+from penstock.server.openai.chat_asks import MAX_TOOLS, ChatAsk
+
+BILLING = "x-anthropic-billing-header"  # differs from request to request, and would end every shared prefix
+BETWEEN = "\n"  # blocks of the user and of the system
+
+
+class Block(BaseModel):
+    """Something said before, as clients keep it; what no model reads of it, such as `cache_control`, is left out."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+class ImageSource(Block):
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: ImageSource
+
+    def for_chat(self) -> dict[str, Any]:
+        source = self.source
+        url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: JsonObject
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": json.dumps(self.input, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class OtherBlock(OtherTool):
+    """Something that only another server makes; it is left out of the prompt, and that is reported."""
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, value: str) -> str:
+        if value in ("redacted_thinking", "server_tool_use", "tool_reference") or value.endswith("_tool_result"):
+            return value
+        raise ValueError("blocks of this type are not read; send their text")
+
+
+def _block_kind(block: Any) -> str:
+    given = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return given if given in ("text", "image", "tool_use", "tool_result", "thinking") else "other"
+
+
+Shown = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")] | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_block_kind),
+]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Shown] | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": _chat_content(self.content or "")}
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_block_kind),
+]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[AnyBlock], Tag("items")], Discriminator(text_or_items)]
+
+
+class AnthropicMessage(Block):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        return [_assistant_turn(self.blocks)] if self.role == "assistant" else _other_turns(self.role, self.blocks)
+
+
+def _assistant_turn(blocks: list[Any]) -> dict[str, Any]:
+    """Makes one message of what the assistant did in a turn; its texts are joined as the model wrote them."""
+    calls = [block.for_chat() for block in blocks if isinstance(block, ToolUseBlock)]
+    thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return {"role": "assistant", "content": text, "tool_calls": calls or None, "reasoning_content": thoughts or None}
+
+
+def _other_turns(role: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    """Makes a message of each result of a tool, and one of the blocks between them."""
+    turns: list[dict[str, Any]] = []
+    for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
+        if is_result:
+            turns += [block.for_chat() for block in group]
+        elif shown := [block for block in group if isinstance(block, TextBlock | ImageBlock)]:
+            turns.append({"role": role, "content": _chat_content(shown)})
+    return turns
+
+
+def _chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    shown = [block for block in content if not isinstance(block, OtherBlock)]
+    if all(isinstance(block, TextBlock) for block in shown):
+        return BETWEEN.join(block.text for block in shown)
+    return [block.for_chat() for block in shown]
+
+
+class AnthropicTool(Block):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: JsonObject
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+def _tool_kind(tool: Any) -> str:
+    given = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "other" if isinstance(given, str) and given != "custom" else "custom"
+
+
+OfferedTool = Annotated[
+    Annotated[AnthropicTool, Tag("custom")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_kind)
+]
+
+
+class ToolChoice(Ask):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Any:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with the type tool")
+        return self
+
+    def for_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(Block):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(Block):
+    type: Literal["json_schema"]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
+
+
+class OutputConfig(Ask):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountAsk(Ask):
+    """A conversation. What it brings beside that is metadata: it changes nothing."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: JsonObject | None = None
+    metadata: JsonObject | None = None
+    cache_control: JsonObject | None = None
+    context_management: JsonObject | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+
+    @model_validator(mode="after")
+    def _check_last(self) -> Any:
+        if self.messages[-1].role == "assistant":
+            raise ValueError("the last message is the assistant's; an answer that was begun is not continued here")
+        return self
+
+    @property
+    def skipped_blocks(self) -> list[str]:
+        """Lists the types of blocks that are left out."""
+        return sorted(
+            {block.type for message in self.messages for block in message.blocks if isinstance(block, OtherBlock)}
+        )
+
+    def as_chat(self) -> ChatAsk:
+        return ChatAsk.model_validate(self._asked())
+
+    def _asked(self) -> dict[str, Any]:
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        form = config.format and {"name": "answer", "schema": config.format.schema_}
+        return {
+            "model": self.model,
+            "messages": [*self._system(), *(turn for message in self.messages for turn in message.for_chat())],
+            "tools": [one.for_chat() if isinstance(one, AnthropicTool) else {"type": one.type} for one in self.tools]
+            if self.tools
+            else None,
+            "tool_choice": choice and choice.for_chat(),
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "reasoning_effort": config.effort,
+            "enable_thinking": None
+            if self.thinking is None or self.thinking.type == "adaptive"
+            else self.thinking.type == "enabled",
+            "response_format": form and {"type": "json_schema", "json_schema": form},
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    def _system(self) -> list[dict[str, Any]]:
+        texts = [self.system] if isinstance(self.system, str) else [block.text for block in self.system or []]
+        kept = [text for text in texts if not text.startswith(BILLING)]
+        return [{"role": "system", "content": BETWEEN.join(kept)}] if kept else []
+
+
+class MessagesAsk(CountAsk):
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    chunk_size: ChunkSize = None
+    stream: bool | None = False
+
+    def _asked(self) -> dict[str, Any]:
+        return super()._asked() | {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences or None,
+            "chunk_size": self.chunk_size,
+            "stream": self.stream,
+        }
