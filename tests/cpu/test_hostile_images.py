@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from penstock.errors import InvalidMedia
-from penstock.foreign.processor import open_image
+from penstock.foreign.processor import open_image, open_images
 from penstock.plan.machine import resident_bytes
 
 
@@ -25,6 +25,15 @@ def test_a_picture_that_claims_too_many_pixels_is_refused_before_it_takes_memory
     before = resident_bytes()
     with pytest.raises(InvalidMedia):
         open_image(png(*size, bytes(1000)))
+    assert resident_bytes() - before < 50_000_000
+
+
+def test_pictures_that_have_too_many_pixels_together_are_refused_before_any_takes_memory():
+    content = io.BytesIO()
+    Image.new("1", (8000, 8000)).save(content, format="PNG")  # some 8 kB
+    before = resident_bytes()
+    with pytest.raises(InvalidMedia, match="The 100 images have 6400 megapixels together; the limit is 256"):
+        open_images([content.getvalue()] * 100)
     assert resident_bytes() - before < 50_000_000
 
 
@@ -54,5 +63,6 @@ def test_of_an_animation_the_first_picture_is_read(form):
     "content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", b""]
 )
 def test_what_would_start_a_program_or_is_empty_is_refused(content):
-    with pytest.raises(InvalidMedia):
+    with pytest.raises(InvalidMedia) as refused:
         open_image(content)
+    assert "0x" not in str(refused.value), "an address in memory is told"

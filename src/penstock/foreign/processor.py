@@ -11,6 +11,7 @@ from penstock.errors import InvalidMedia, UnsupportedModel
 from penstock.foreign.signature import ForwardSignature
 
 MAX_IMAGE_PIXELS = 64_000_000
+MAX_PROMPT_PIXELS = 256_000_000  # of all images of a prompt, which lie in memory together, in 3 bytes each
 MEGAPIXEL = 1e6
 
 
@@ -28,7 +29,7 @@ class MediaProcessor:
 
     def inputs(self, text: str, images: Sequence[Any] = (), *, add_special_tokens: bool = True) -> dict[str, Any]:
         """Tensors of one prompt, placeholders expanded. An image is a path, the bytes of a file, or a PIL image."""
-        opened = [open_image(image, name=f"image {number}") for number, image in enumerate(images, 1)]
+        opened = open_images(images)
         self._require_placeholders(text, len(opened))
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         if opened:
@@ -57,7 +58,19 @@ class MediaProcessor:
             )
 
 
-def open_image(source: Any, *, name: str = "the image") -> Any:
+def open_images(sources: Sequence[Any]) -> list[Any]:
+    """Opens the images of a prompt; those that have too many pixels together are refused before any is decoded."""
+    names = [f"image {number}" for number in range(1, len(sources) + 1)]
+    sizes = [open_image(one, name=name, is_decoded=False).size for one, name in zip(sources, names, strict=True)]
+    if (total := sum(width * height for width, height in sizes)) > MAX_PROMPT_PIXELS:
+        raise InvalidMedia(
+            f"The {len(sizes)} images have {total / MEGAPIXEL:.0f} megapixels together; the limit is "
+            f"{MAX_PROMPT_PIXELS / MEGAPIXEL:.0f}. Scale them down, or give fewer."
+        )
+    return [open_image(one, name=name) for one, name in zip(sources, names, strict=True)]
+
+
+def open_image(source: Any, *, name: str = "the image", is_decoded: bool = True) -> Any:
     """An RGB image of PIL. What is not an image, or has too many pixels, is refused before it is decoded."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -78,7 +91,7 @@ def open_image(source: Any, *, name: str = "the image") -> Any:
                 f"{label} has {width} x {height} pixels; the limit is {MAX_IMAGE_PIXELS / MEGAPIXEL:.0f} megapixels. "
                 f"Scale it down."
             )
-        return image.convert("RGB")
+        return image.convert("RGB") if is_decoded else image
     except FileNotFoundError:
         raise InvalidMedia(f"{label} does not exist.") from None
     except Image.DecompressionBombError:
@@ -86,7 +99,9 @@ def open_image(source: Any, *, name: str = "the image") -> Any:
         raise InvalidMedia(
             f"{label} has too many pixels; the limit is {limit:.0f} megapixels. Scale it down."
         ) from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, TypeError) as error:
+    except UnidentifiedImageError:  # whose own words name an address in memory
+        raise InvalidMedia(f"{label} is not an image that can be read: its format is not known.") from None
+    except (OSError, SyntaxError, ValueError, TypeError) as error:
         problem = " ".join(str(error).split())[:120]
         raise InvalidMedia(f"{label} is not an image that can be read ({problem}).") from None
 
