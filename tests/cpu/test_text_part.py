@@ -48,7 +48,8 @@ def test_the_text_part_gives_the_logits_of_the_whole_model_and_shares_prefixes(n
             recorder = LogitRecorder(engine)
             beside = [engine.submit([5, 6, 7], **GREEDY), engine.submit(TOKENS, **GREEDY)]
             again = [event.output for event in engine.events(beside[1]) if hasattr(event, "output")][-1]
-            assert again.num_cached_tokens > 0
+            has_checkpoint = engine.model.spec.recurrent is None or first.num_prompt_chunks > 1  # states of a hybrid
+            assert (again.num_cached_tokens > 0) == has_checkpoint
             assert again.token_ids == first.token_ids
 
 
