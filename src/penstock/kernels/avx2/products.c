@@ -85,22 +85,29 @@ INLINE void multiply_codes(const struct product *p, int row, int block, const in
             write_block(p, sums[r][b][0], sums[r][b][1], row + r, block + b);
 }
 
-INLINE void multiply_few_codes(const struct product *p, int block, const int bits)
+/* One of each, not one wherever it is called. */
+#define SOME(rows, blocks, bits)                                                                            \
+    static __attribute__((noinline)) void multiply_##rows##_##blocks##_##bits(const struct product *p, int row, int block) \
+    {                                                                                                       \
+        multiply_codes(p, row, block, rows, blocks, bits);                                                  \
+    }
+SOME(1, 2, 4)
+SOME(2, 2, 4)
+SOME(4, 1, 4)
+SOME(1, 2, 8)
+SOME(2, 2, 8)
+SOME(4, 1, 8)
+
+static void multiply_few_codes(const struct product *p, int first)
 {
+    int is_int4 = p->bits == 4;
     for (int row = 0; row < p->num_rows; row += FEW_TALL)
-        switch (smaller(FEW_TALL, p->num_rows - row)) {
-        case 1:
-            for (int b = 0; b < WIDE; b += 2)
-                multiply_codes(p, row, block + b, 1, 2, bits);
-            break;
-        case 2:
-            for (int b = 0; b < WIDE; b += 2)
-                multiply_codes(p, row, block + b, 2, 2, bits);
-            break;
-        default:
-            for (int b = 0; b < WIDE; b++)
-                multiply_codes(p, row, block + b, FEW_TALL, 1, bits);
-        }
+        for (int block = first; block < first + WIDE; block++)
+            switch (smaller(FEW_TALL, p->num_rows - row)) {
+            case 1: (is_int4 ? multiply_1_2_4 : multiply_1_2_8)(p, row, block++); break;
+            case 2: (is_int4 ? multiply_2_2_4 : multiply_2_2_8)(p, row, block++); break;
+            default: (is_int4 ? multiply_4_1_4 : multiply_4_1_8)(p, row, block);
+            }
 }
 
 /* `num_rows` rows with 16 outputs in bfloat16. */
@@ -154,11 +161,10 @@ static void multiply_few(const void *of, int first, int end)
 {
     const struct product *p = of;
     for (int block = first * WIDE; block < end * WIDE; block += WIDE)
-        switch (p->bits) {
-        case 4: multiply_few_codes(p, block, 4); break;
-        case 8: multiply_few_codes(p, block, 8); break;
-        default: multiply_few_turned(p, block);
-        }
+        if (p->bits < 16)
+            multiply_few_codes(p, block);
+        else
+            multiply_few_turned(p, block);
 }
 
 /* Of one thread. */
