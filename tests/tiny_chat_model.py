@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,8 +34,12 @@ To call one, write <tool_call>
 {% endif %}"""
 
 
-def save_tiny_chat_model(folder: Path, template: str = TEMPLATE, max_tokens: int = 4096) -> None:
+def save_tiny_chat_model(
+    folder: Path, template: str = TEMPLATE, max_tokens: int = 4096, special_tokens: Sequence[str] = ()
+) -> None:
+    """`special_tokens`: added to those of the tokenizer."""
     backend = tokenizer_from_gguf(resolve(DEFAULT_MODEL).gguf.metadata).backend
+    backend.add_special_tokens([*special_tokens])
     backend.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

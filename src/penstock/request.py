@@ -33,6 +33,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     grammar: str | None = None  # what the answer must match, as llguidance writes it
     pooling: Pooling | None = None  # None: no embedding is made
+    shown_tokens: tuple[int, ...] = ()  # special tokens that the text of the answer shows
 
     @property
     def needs_every_token(self) -> bool:

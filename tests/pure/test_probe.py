@@ -1,7 +1,12 @@
 """The format of a model is found in what its template prints."""
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+from call_templates import CALLS, template
+
+from penstock.answer.formats import FORMATS, REASONINGS
 from penstock.answer.probe import TemplateForms, probe
 from penstock.errors import InvalidPrompt
 from penstock.prompt.render import ChatTemplate
@@ -31,6 +36,20 @@ def test_the_call_that_a_template_prints_is_read_back():
     assert (forms.shows_tools, named(forms), forms.takes_arguments_as_text) == (True, "hermes", False)
     bare = '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
     assert named(probed(bare)) == "llama-json"
+
+
+def test_every_format_has_a_template_here():
+    assert sorted(CALLS) == sorted(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_template_of_a_family_is_known_by_what_it_prints(name):
+    printed = template(CALLS[name])
+    assert named(probe(printed.render, printed.source)) == name
+
+
+def test_a_call_that_is_printed_and_cannot_be_read_is_of_no_format():
+    assert named(probed("<tool_call>!{{ call.function.name }}</tool_call>")) is None
 
 
 def test_arguments_that_a_template_joins_as_text():
@@ -63,3 +82,10 @@ def test_reasoning_is_found_in_the_prompt_or_in_the_template(turns):
     assert not forms.answer_format("...<think>\n\n</think>\n\n", None).is_reasoning_open
     assert forms.answer_format("", None).calls is None
     assert forms.answer_format("", {}).calls is not None
+
+
+def test_the_reference_has_a_row_for_every_format_and_names_every_reasoning():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \|.*\| its (schema|name) \|$", page, flags=re.MULTILINE)
+    assert rows == [(name, "schema" if row.head is None else "name") for name, row in FORMATS.items()]
+    assert all(f"`{name}`" in page for name in [*REASONINGS, "none"])

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from call_templates import CALLS, template
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,3 +153,107 @@ def test_every_cut_tells_the_same(pieces, data):
     kept = "".join(whole[:2]) + "".join(name + arguments for name, arguments in whole[2])
     if "<think>" not in text and "</think>" not in text and not whole[2]:
         assert "".join(kept.split()) == "".join(text.split())
+
+
+# --- every family ---
+
+GIVEN = [("weather", {"city": 'a "b"\n<c> \u00e9', "days": 3, "near": [1, {"x": None}]}), ("clock", {})]
+SCHEMAS = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "array"}}},
+    "clock": {"properties": {}},
+}
+
+
+def answer_of(name, given, content="Let me see."):
+    """What a model of a family writes: some text, then calls."""
+    calls = [
+        {"id": f"functions.{called}:{index}", "type": "function", "function": {"name": called, "arguments": arguments}}
+        for index, (called, arguments) in enumerate(given)
+    ]
+    user = {"role": "user", "content": "?"}
+    answer = {"role": "assistant", "content": content, "tool_calls": calls}
+    printed = template(CALLS[name])
+    start = printed.render([user])
+    text = printed.render([user, answer], add_generation_prompt=False)
+    assert text.startswith(start)
+    return text.removeprefix(start).removesuffix("<|over|>\n")
+
+
+def given_of(name):
+    """Python has no null, and a model that writes it as Gemma does has no such strings."""
+    (called, arguments), clock = GIVEN
+    return [(called, arguments | {"near": [1, {"x": 2}]}), clock] if name == "pythonic" else GIVEN
+
+
+def form_of(name):
+    reasoning = REASONINGS["harmony"] if name == "harmony" else THINK
+    return AnswerFormat(calls=FORMATS[name], schemas=SCHEMAS, reasoning=reasoning)
+
+
+def calls_of(form, *pieces):
+    text, reasoning, calls, *_, num_unread = told(form, *pieces)
+    return text, reasoning, [(name, json.loads(arguments)) for name, arguments in calls], num_unread
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_a_family_are_read_at_every_cut(name):
+    is_bare = bool(FORMATS[name].bare_start) and name != "json-list"
+    content = "" if is_bare or name == "harmony" else "Let me see."
+    if name in ("gemma4", "functiongemma"):
+        given = [("weather", {"city": 'a "b"\n<c> \u00e9', "days": 3}), ("clock", {})]
+    else:
+        given = given_of(name)
+    form, text = form_of(name), answer_of(name, given, content)
+    expected = (content, "Hm." if name == "harmony" else "", given, 0)
+    assert calls_of(form, text) == expected
+    assert calls_of(form, *text) == expected
+    for at in range(len(text)):
+        assert calls_of(form, text[:at], text[at:]) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_of_a_family_that_is_cut_off_is_text(name):
+    form, text = form_of(name), answer_of(name, [("weather", {"city": "Bonn"})], "")
+    at = text.index("Bonn") + 2
+    written, events, num_unread = read(form, text[:at])
+    start = text[:at].removeprefix("<|channel|>analysis<|message|>Hm.<|end|>")
+    shown = start.removeprefix("<|start|>assistant<|channel|>commentary ")
+    assert (written.text.strip(), written.calls, num_unread) == (shown.strip(), [], 1)
+    streamed = "".join(event.text for event in events if isinstance(event, CallArguments))
+    assert streamed.startswith('{"city": "Bo')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_marker_begins_another(name):
+    row = FORMATS[name]
+    for reasoning in REASONINGS.values():
+        marks = [*row.openings, *row.starts, reasoning.opening, reasoning.closing, *reasoning.ignored]
+        found = [(one, other) for one in marks for other in marks if other != one and other.startswith(one)]
+        assert found == []
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.data())
+def test_broken_calls_of_every_family_lose_nothing_and_raise_nothing(name, data):
+    text = answer_of(name, [("weather", {"city": "Bonn", "days": 3}), ("clock", {})], "")
+    at, num_cut = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 5))
+    put = data.draw(st.sampled_from(["", "x", '"', "}", "<", "]", "\\", "\n", "=", ")"]))
+    broken = text[:at] + put + text[at + num_cut :]
+    whole = told(form_of(name), broken)
+    assert told(form_of(name), *broken) == whole
+    cut = data.draw(st.integers(0, len(broken)))
+    assert told(form_of(name), broken[:cut], broken[cut:]) == whole
+    if not whole[2] and name != "harmony":
+        assert "".join(whole[0].split()) == "".join(broken.split())
+
+
+def test_what_harmony_says_is_told_apart():
+    form = AnswerFormat(reasoning=REASONINGS["harmony"])
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes, 2 < 3."
+    assert as_text(form, text) == as_text(form, *text) == ("Yes, 2 < 3.", "Hm.", [])
+
+
+def test_the_ids_of_calls_are_those_that_the_family_takes():
+    text = answer_of("kimi-k2", GIVEN)
+    assert [call.id for call in read(form_of("kimi-k2"), text)[0].calls] == ["functions.weather:0", "functions.clock:1"]
+    (call, _) = read(form_of("mistral"), answer_of("mistral", GIVEN))[0].calls
+    assert re.fullmatch("[0-9a-f]{9}", call.id)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.answer.python_values import python_arguments
 from penstock.answer.scanner import Broken, Scanner, collected
-from penstock.answer.values import marked_value, typed
+from penstock.answer.values import marked_value, typed, types_of
 
 
 def read(make, text):
@@ -54,6 +54,9 @@ def test_marked_values():
     assert read(lambda scan: marked_value(scan, '<|"|>'), text) == expected
 
 
+ROOT = {"$defs": {"thing": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}}
+
+
 @pytest.mark.parametrize(
     ("text", "schema", "value"),
     [
@@ -68,9 +71,17 @@ def test_marked_values():
         ('["a"]', {"type": "array"}, ["a"]),
         ("{'a'", {"type": "object"}, "{'a'"),
         ("NaN", {"type": "number"}, "NaN"),
+        ('{"a": 1}', {"$ref": "#/$defs/thing"}, {"a": 1}),
+        ("null", {"anyOf": [{"$ref": "#/$defs/thing"}, {"type": "null"}]}, None),
+        ("5", {"$ref": "#/$defs/loop"}, "5"),
+        ("5", {"$ref": "#/elsewhere/0"}, "5"),
+        ("5", {"enum": [5, 6]}, 5),
+        ("5", {"const": "5"}, "5"),
+        ("5", {}, "5"),
+        ("5", True, "5"),
         ("1e999", {"type": "number"}, "1e999"),
         ("[" * 5000, {"type": "array"}, "[" * 5000),
     ],
 )
 def test_a_bare_value_has_the_type_that_its_schema_asks_for(text, schema, value):
-    assert json.loads(typed(text, schema)) == value
+    assert json.loads(typed(text, types_of(schema, ROOT))) == value

@@ -11,17 +11,19 @@ from typing import Any, Protocol
 from penstock.answer.python_values import python_arguments
 from penstock.answer.scanner import Broken, Pieces, Reading, Scanner, collected
 from penstock.answer.values import (
+    TYPES,
     arguments_object,
     escaped,
     json_string,
     json_value,
     marked_value,
-    may_be_text_alone,
     typed,
+    types_of,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _MAX_NAME = 128
+_MARKED = {"true": frozenset({"string"}), "false": frozenset(TYPES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class JsonCall:
             key = yield from self._key(scan)
             if self.is_keyed and not is_begun:
                 name, key = key, "arguments"
-            if key in ("name", "function") and not is_begun:
+            if key in ("name", "function", "tool_name") and not is_begun:
                 name = _name((yield from _text(scan)))
             elif key in ("arguments", "parameters") and name and not is_begun:
                 arguments = yield from arguments_object(scan)
@@ -66,7 +68,7 @@ class JsonCall:
                 is_begun = True
             elif key in ("arguments", "parameters") and not is_begun:
                 held = yield from collected((yield from arguments_object(scan)))
-            elif key in ("id", "type") or is_begun:
+            elif key in ("id", "type", "tool_call_id") or is_begun:
                 yield from collected(json_value(scan))
             else:
                 raise Broken
@@ -113,6 +115,15 @@ class NamedJson:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JsonOrNamed(NamedJson):
+    """Either of the two."""
+
+    def call(self, scan: Scanner, schemas: Schemas) -> CallReading:
+        is_json = (yield from scan.peek()) in ("{", "[")
+        yield from (JsonCall().call(scan, schemas) if is_json else NamedJson.call(self, scan, schemas))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class XmlCall:
     """Arguments as elements, whose values are written as they are: the function's schema says what type they have."""
 
@@ -121,6 +132,7 @@ class XmlCall:
     value: tuple[str, str]
     end: str
     padding: str = ""  # around values, and no part of them
+    type_mark: str = ""  # behind a key, and followed by whether its value is a string; empty: the schema says so
 
     def call(self, scan: Scanner, schemas: Schemas) -> CallReading:
         yield from scan.must(self.name[0])
@@ -131,33 +143,34 @@ class XmlCall:
         if not is_empty:
             yield from scan.must(self.key[0])
         yield Named(name=name)
-        properties = schemas.get(name, {}).get("properties") or {}
+        schema = schemas.get(name, {})
+        properties = schema.get("properties") or {}
         mark = "{"
         while not is_empty:
-            key = yield from scan.header(self.key[1])
+            key, _, is_text = (yield from scan.header(self.key[1])).partition(self.type_mark or "\0")
             yield from scan.must(self.key[1])
             yield mark + json.dumps(key, ensure_ascii=False) + ": "
             mark = ", "
-            yield from self._value(scan, properties.get(key))
+            yield from self._value(scan, _MARKED.get(is_text) or types_of(properties.get(key), schema))
             yield from scan.space()
             is_empty = yield from scan.takes(self.end)
             if not is_empty:
                 yield from scan.must(self.key[0])
         yield "{}" if mark == "{" else "}"
 
-    def _value(self, scan: Scanner, schema: Any) -> Pieces[None]:
+    def _value(self, scan: Scanner, types: frozenset[str]) -> Pieces[None]:
         if self.value[0]:
             yield from scan.space()
             yield from scan.must(self.value[0])
         if self.padding:
             yield from scan.takes(self.padding)
         ends = (self.padding + self.value[1], self.value[1])
-        if may_be_text_alone(schema):
+        if types <= {"string"}:
             yield '"'
             yield from escaped(scan, *ends)
             yield '"'
         else:
-            yield typed((yield from collected(scan.flow(*ends))), schema)
+            yield typed((yield from collected(scan.flow(*ends))), types)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from penstock.answer.scanner import Broken, Pieces, Reading, Scanner, collected
@@ -14,8 +14,15 @@ MAX_DEPTH = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.\w]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", flags=re.ASCII)
-WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_TYPES: dict[str, tuple[type, ...]] = {
+WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "true": "true",
+    "false": "false",
+    "null": "null",
+}
+TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
@@ -145,27 +152,27 @@ def _given(text: str) -> Pieces[None]:
     yield text
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """Lists the types that a schema names; none where it says nothing."""
-    if not isinstance(schema, Mapping):
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Lists the types that a schema within another names; none where it says nothing."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return frozenset()
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key) or ():
-            found |= types_of(one)
-    return frozenset(found)
+    found = {named} if isinstance(named, str) else {one for one in named or () if isinstance(one, str)}
+    for value in schema.get("enum") or ([schema["const"]] if "const" in schema else ()):
+        found.add(next((name for name, kinds in TYPES.items() if type(value) in kinds), "string"))
+    inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        inner.append(target)
+    return frozenset(found).union(*(types_of(one, root, depth + 1) for one in inner))
 
 
-def may_be_text_alone(schema: Any) -> bool:
-    return types_of(schema) <= {"string"}
-
-
-def typed(text: str, schema: Any) -> str:
-    """Writes a bare value as JSON of the type that its schema asks for; as a string where it has none of them."""
-    types = types_of(schema)
+def typed(text: str, types: Collection[str]) -> str:
+    """Writes a bare value as JSON of one of the types; as a string where it has none of them."""
     value = _parsed(text.strip())
-    allowed = tuple(kind for name in types for kind in _TYPES.get(name, ()))
+    allowed = tuple(kind for name in types for kind in TYPES.get(name, ()))
     is_bool = isinstance(value, bool)
     if value is not _NOTHING and isinstance(value, allowed) and (not is_bool or "boolean" in types):
         return json.dumps(value, ensure_ascii=False)
@@ -206,7 +213,7 @@ def marked_value(scan: Scanner, quote: str, depth: int = 0) -> Pieces[None]:
         yield from items(scan, "[]", "]", lambda: marked_value(scan, quote, depth + 1))
     else:
         text = (yield from scan.header(",", "}", "]")).strip()
-        yield WORDS[text] if text in WORDS else text if is_number(text) else json.dumps(text)
+        yield (WORDS[text] if text in WORDS else text if is_number(text) else json.dumps(text))
 
 
 def _marked_members(scan: Scanner, quote: str, depth: int) -> Pieces[None]:

@@ -18,7 +18,7 @@ TIMES = (*TIMEOUTS, "drain_timeout_s")
 @with_settings(
     {
         "model": ("name",),
-        "alias": ("host", "port"),
+        "alias": ("tool_parser", "reasoning_parser", "host", "port"),
         "api_key": ("share_prefixes",),
         "cors_origin": (*SHARING, "max_prompt_tokens"),
         "max_body_mib": (*TIMES, *CONNECTIONS, *ENGINE),

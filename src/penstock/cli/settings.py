@@ -38,6 +38,8 @@ SHARING = {
 }
 SERVER = {
     "name": "What clients call the model; the name of its file or folder unless given.",
+    "tool_parser": "How the model writes calls, such as hermes; as its chat template shows unless given.",
+    "reasoning_parser": "How it marks reasoning, such as think, or none; as its template shows unless given.",
     "host": "Where to listen; 0.0.0.0 is reachable from other machines.",
     "port": "The port; 0 takes a free one.",
     "share_prefixes": "Let API keys find what was read for each other, which shows in times.",

@@ -289,7 +289,7 @@ class Engine:
             request=request,
             feed=feed,
             sampler=Sampler(params, eos_ids=self.model.eos_ids, grammar=grammar),
-            detokenizer=self.tokenizer.detokenizer(),
+            detokenizer=self.tokenizer.detokenizer(shown=params.shown_tokens),
             stop=StopText(params.stop),
             held=self.held,
             final_peak=self.memory.final_peak,

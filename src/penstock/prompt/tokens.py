@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Tokenizer:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._special_ids = {token["id"] for token in spec["added_tokens"] if token["special"]}
+        self.special_tokens = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
         self._decodes_by_token = decodes_by_token(spec["decoder"])
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.normalizes = spec["normalizer"] is not None  # then a text may have more tokens than bytes
@@ -81,13 +81,15 @@ class Tokenizer:
         before = self.decode(anchor, skip_special_tokens=False)
         return self.decode([*anchor, token_id], skip_special_tokens=False)[len(before) :]
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> Detokenizer:
+        """`shown`: special tokens that are not skipped."""
+        hidden = set(self.special_tokens.values()).difference(shown) if skip_special_tokens else set[int]()
+
         def token(token_id: int) -> str | None:
-            is_skipped = skip_special_tokens and token_id in self._special_ids
-            return None if is_skipped else self._backend.id_to_token(token_id)
+            return None if token_id in hidden else self._backend.id_to_token(token_id)
 
         return Detokenizer(
-            decode=lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens),
+            decode=lambda ids: self.decode(ids, skip_special_tokens=False),  # none that is skipped is among them
             token=token,
             by_token=self._decodes_by_token,
         )

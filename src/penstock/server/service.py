@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from penstock.answer.formats import FORMATS, REASONINGS
 from penstock.answer.probe import TemplateForms, probe
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
@@ -60,10 +61,10 @@ class Service:
         engine.on_plan = self.board.take_plan
         engine.on_step = self._take_step
         self.metrics.describe(self.name, engine, self.board)
-        self.forms = await asyncio.to_thread(_forms, engine.prompts)
+        self.forms = await asyncio.to_thread(_forms, engine.prompts, self.settings)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
-        log.info("ready", extra={"model": self.name, "lane": engine.lane.id, "seconds": seconds})
+        log.info("ready", extra={"model": self.name, "lane": engine.lane.id, "seconds": seconds, **self.forms.names})
 
     @property
     def is_draining(self) -> bool:
@@ -89,7 +90,8 @@ class Service:
     def messages(self, given: Sequence[GivenMessage]) -> list[dict[str, Any]]:
         """Returns messages as the template takes them; an image that is too large is refused."""
         template = self.engine.engine.prompts.template
-        found = [message.for_template(self.settings.max_image_bytes) for message in given]
+        as_text = self.forms.takes_arguments_as_text
+        found = [message.for_template(self.settings.max_image_bytes, as_text) for message in given]
         return found if template is None else fitted(found, turn_rules(template))
 
     async def drain(self) -> None:
@@ -124,5 +126,11 @@ class Service:
         return engine
 
 
-def _forms(reader: PromptReader) -> TemplateForms:
-    return TemplateForms() if reader.template is None else probe(reader.rendered, reader.template.source)
+def _forms(reader: PromptReader, settings: ServerSettings) -> TemplateForms:
+    """Finds how the model writes calls and reasoning; what the settings say comes before what its template shows."""
+    forms = TemplateForms() if reader.template is None else probe(reader.rendered, reader.template.source)
+    if settings.tool_parser is not None:
+        forms = replace(forms, calls=FORMATS[settings.tool_parser])
+    if settings.reasoning_parser is not None:
+        forms = replace(forms, reasoning=REASONINGS.get(settings.reasoning_parser))
+    return forms

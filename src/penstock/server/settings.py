@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.answer.formats import FORMATS, REASONINGS
 from penstock.config import MIB
 from penstock.errors import InvalidSetting
 
@@ -27,6 +28,8 @@ class ServerSettings:
     model: str
     name: str | None = None  # as clients know the model; None: that of its file or folder
     aliases: tuple[str, ...] = ()  # other names that it answers to
+    tool_parser: str | None = None  # how the model writes calls; None: as its chat template shows
+    reasoning_parser: str | None = None  # the same of reasoning; "none": it stays in the text
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # none: everybody who reaches the port may ask
@@ -55,6 +58,9 @@ class ServerSettings:
         for name in (self.name, *self.aliases):
             if name is not None and not NAME.fullmatch(name):
                 raise InvalidSetting(f"A name of the model is {name!r}; give 1 to 128 visible characters.")
+        for name, known in (("tool_parser", FORMATS), ("reasoning_parser", [*REASONINGS, "none"])):
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise InvalidSetting(f"There is no {name} {value!r}; known ones are {', '.join(known)}.")
         for name in ("max_body_bytes", "max_image_bytes", "max_choices", "max_prompt_tokens", *CONNECTIONS):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1.")

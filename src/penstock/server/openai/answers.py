@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from penstock.answer.events import WrittenCall
 from penstock.request import FinishReason as EngineReason
 from penstock.request import Output
 
@@ -86,6 +87,10 @@ class ToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @classmethod
+    def of(cls, call: WrittenCall) -> ToolCall:
+        return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 class ChatMessage(BaseModel):

@@ -9,12 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.answer.events import AnswerEvent, CallArguments, CallBegun, CallEnded, ReasoningDelta, TextDelta
 from penstock.request import Output, Token
-from penstock.server.openai.answers import ChatAnswer
+from penstock.server.openai.answers import ChatAnswer, ToolCall
 from penstock.server.openai.chat_asks import ChatAsk
 from penstock.server.openai.choices import ChoiceShape
 from penstock.server.openai.conversation import converse
 from penstock.server.openai.logprobs import chat_logprobs
-from penstock.server.openai.tools import tool_call
 from penstock.server.run import Choice, Run
 from penstock.server.service import Service
 
@@ -43,7 +42,7 @@ class Chat(ChoiceShape):
             "refusal": None,
         }
         if calls:
-            message["tool_calls"] = [tool_call(call) for call in calls]
+            message["tool_calls"] = [ToolCall.of(call) for call in calls]
         if reasoning:
             message |= _reasoning(reasoning)
         logprobs = None if output.logprobs is None else chat_logprobs(self.tokenizer, output.logprobs)

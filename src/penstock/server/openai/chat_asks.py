@@ -74,8 +74,11 @@ class GivenMessage(Ask):
     def has_images(self) -> bool:
         return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
 
-    def for_template(self, max_image_bytes: int) -> dict[str, Any]:
-        """Gives the message as templates know it; text alone is one string, because most know nothing else."""
+    def for_template(self, max_image_bytes: int, arguments_as_text: bool = False) -> dict[str, Any]:
+        """Gives the message as templates know it; text alone is one string, because most know nothing else.
+
+        Most print the arguments of calls as an object; `arguments_as_text` is for those that join them as they came.
+        """
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         if self.has_images:
             assert isinstance(self.content, list)
@@ -88,7 +91,7 @@ class GivenMessage(Ask):
             message["content"] = self.content or ""
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
-            message["tool_calls"] = [_call(call) for call in self.tool_calls]
+            message["tool_calls"] = [_call(call, arguments_as_text) for call in self.tool_calls]
         if thoughts := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = thoughts
             if not (self.tool_calls and self.content):  # gpt-oss's template refuses it beside both
@@ -118,10 +121,10 @@ def _image_bytes(url: str, max_bytes: int) -> bytes:
         raise InvalidMedia("The base64 of an image is broken. Encode it again.") from None
 
 
-def _call(call: GivenCall) -> dict[str, Any]:
-    """Templates print arguments as an object."""
+def _call(call: GivenCall, arguments_as_text: bool) -> dict[str, Any]:
+    written = call.function.arguments or "{}"
     try:
-        arguments = shallow(json.loads(call.function.arguments or "{}"))
+        arguments = shallow(json.loads(written))
     except json.JSONDecodeError:
         raise InvalidPrompt(f"The arguments of the call {call.id!r} are no JSON. Send them as they came.") from None
     except (RecursionError, ValueError):
@@ -129,7 +132,8 @@ def _call(call: GivenCall) -> dict[str, Any]:
             f"The arguments of the call {call.id!r} are nested deeper than {MAX_DEPTH} levels, or hold a number of "
             f"more than {sys.get_int_max_str_digits():,} digits. Send shorter ones."
         ) from None
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    function = {"name": call.function.name, "arguments": written if arguments_as_text else arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 Messages = Annotated[list[GivenMessage], Field(min_length=1, fail_fast=True)]

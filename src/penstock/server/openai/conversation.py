@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.answer.grammar import GrammarWriter
 from penstock.answer.reader import AnswerFormat
 from penstock.errors import InvalidPrompt
 from penstock.server.openai.chat_asks import ChatAsk
-from penstock.server.openai.tools import ONE_LINE, call_grammar
 from penstock.server.run import Run
 from penstock.server.service import Service
 
@@ -20,14 +20,16 @@ async def converse(run: Run, ask: ChatAsk) -> None:
     if ask.skipped_tools:
         run.report("skipped_tools", ask.skipped_tools)
     prompt, form = await asyncio.to_thread(_prompt, run.service, ask)
-    grammar = _grammar(ask, form)
+    special_tokens = run.engine.tokenizer.special_tokens
+    shown = tuple(id_ for text, id_ in special_tokens.items() if any(text in marker for marker in form.markers))
+    sampling = ask.sampling(run.engine.scheduler.capacity, _grammar(ask, form, special_tokens))
     await run.start(
         [prompt],
-        ask.sampling(run.engine.scheduler.capacity, grammar),
+        replace(sampling, shown_tokens=shown),
         ask.num_choices,
         chunk_size=ask.chunk_size,
         priority=ask.priority,
-        form=form if grammar is None else replace(form, is_reasoning_open=False),  # a grammar has no room for it
+        form=form,
     )
 
 
@@ -57,17 +59,23 @@ def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, 
     if not forms.shows_tools:
         raise InvalidPrompt("The model's chat template has no place for tools. Take another model, or leave them out.")
     if forms.calls is None:
-        raise InvalidPrompt("The model writes calls in a way that this server does not read. Leave the tools out.")
+        raise InvalidPrompt(
+            "The model's chat template shows no form of calls that is known here. Name one by --tool-parser when the "
+            "server is started, or leave the tools out."
+        )
     text = reader.rendered(messages, tools=[tool.for_template() for tool in ask.offered_tools], **knobs)
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in ask.offered_tools}
     form = forms.answer_format(text, schemas, takes_one_call=ask.parallel_tool_calls is False)
     return reader.rendered_tokens(text), form
 
 
-def _grammar(ask: ChatAsk, form: AnswerFormat) -> str | None:
-    """Finds what the answer has to match; None means any text."""
+def _grammar(ask: ChatAsk, form: AnswerFormat, special_tokens: Mapping[str, int]) -> str | None:
+    """Finds what the answer has to match; None means any text. Reasoning that is open comes first."""
+    reasoning = form.reasoning
+    writer = GrammarWriter(special_tokens, reasoning if form.is_reasoning_open else None)
     if ask.wants_call and form.calls is not None:
-        return call_grammar(form.calls, ask.callable_functions)
+        schemas = {function.name: function.schema_of_arguments for function in ask.callable_functions}
+        return writer.call(form.calls, schemas)
     if (schema := ask.schema_of_answer) is not None:
-        return json.dumps({"grammars": [{"json_schema": schema | ONE_LINE}]})
+        return writer.json(schema, reasoning.answer_start if reasoning else "")
     return None
