@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from server_process import ServerProcess, serving
-from tiny_chat_model import save_tiny_chat_model
+from tiny_chat_model import TEMPLATE, save_tiny_chat_model
 
 PLAYER = [sys.executable, str(Path(__file__).with_name("scripted_server.py"))]
 
@@ -20,10 +20,10 @@ def call(function: str, **arguments: object) -> str:
 
 
 @contextmanager
-def playing(folder: Path, script: list[str], *flags: str) -> Iterator[ServerProcess]:
+def playing(folder: Path, script: list[str], *flags: str, template: str = TEMPLATE) -> Iterator[ServerProcess]:
     model = folder / "tiny"
     model.mkdir()
-    save_tiny_chat_model(model, max_tokens=32768)
+    save_tiny_chat_model(model, template, max_tokens=32768)
     (folder / "script.json").write_text(json.dumps(script))
     command = [*PLAYER, str(folder / "script.json")]
     with serving(str(model), "--dtype", "float32", "--memory", "2GiB", *flags, command=command) as server:

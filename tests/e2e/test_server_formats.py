@@ -220,7 +220,7 @@ def test_a_response_can_call_a_tool_and_take_a_schema(client, model):
 
 
 def test_what_a_response_cannot_do_is_refused(client, model):
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+    with pytest.raises(openai.NotFoundError, match="resp_1"):
         client.responses.create(model=model, input="Hi", previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
         client.responses.create(model=model, input="Hi", tool_choice="required")

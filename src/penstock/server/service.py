@@ -24,6 +24,7 @@ from penstock.request import StepPlan, StepResult
 from penstock.server.board import Board
 from penstock.server.metrics import Metrics
 from penstock.server.openai.chat_asks import GivenMessage
+from penstock.server.openai.stored import StoredResponses
 from penstock.server.problems import Refused
 from penstock.server.settings import ServerSettings
 from penstock.server.turns import fitted, turn_rules
@@ -40,6 +41,7 @@ class Service:
         self.started_at = int(time.time())
         self.board = Board()
         self.metrics = Metrics()
+        self.responses = StoredResponses(settings.max_stored_bytes)
         self.forms = TemplateForms()
         self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None

@@ -40,6 +40,7 @@ class ServerSettings:
     max_image_bytes: int = 20 * MIB
     max_prompt_tokens: int | None = None  # None: what the context and the memory hold
     max_choices: int = 16
+    max_stored_bytes: int = 16 * MIB  # of responses that can be asked for again
     request_timeout_s: float | None = None  # None: a request may take as long as it needs
     drain_timeout_s: float = 30.0
     body_timeout_s: float = 60.0  # the longest pause while a body is sent, or an answer is read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
@@ -63,9 +64,11 @@ class ReasoningText(GivenItem):
 class ReasoningItem(GivenItem):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], FIRST_MISTAKE] | None = None
+    encrypted_content: str | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        return {"role": "assistant", "reasoning_content": "".join(part.text for part in self.content or [])}
+        thoughts = "".join(part.text for part in self.content or []) or sealed_text(self.encrypted_content or "")
+        return {"role": "assistant", "reasoning_content": thoughts}
 
 
 class GivenCallItem(GivenItem):
@@ -99,6 +102,7 @@ class OtherItem(OtherTool):
         return value
 
 
+SEAL = "penstock:"
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 
 
@@ -183,6 +187,7 @@ class ResponseAsk(InertFields):
     text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: Annotated[list[str], FIRST_MISTAKE] | None = None
+    previous_response_id: str | None = None
     max_tool_calls: int | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -191,11 +196,12 @@ class ResponseAsk(InertFields):
     chunk_size: ChunkSize = None
     stream: bool | None = False
 
-    def as_chat(self) -> ChatAsk:
+    def as_chat(self, before: list[dict[str, Any]]) -> ChatAsk:
+        """Asks as a chat that goes on after the messages of an earlier response."""
         choice = self.tool_choice
         asked: dict[str, Any] = {
             "model": self.model,
-            "messages": self._messages(),
+            "messages": [*self._first(), *turns_of([*before, *self.given_messages()])],
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -214,17 +220,34 @@ class ResponseAsk(InertFields):
         }
         return ChatAsk.model_validate(asked)
 
-    def _messages(self) -> list[dict[str, Any]]:
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+    def _first(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.instructions}] if self.instructions else []
+
+    def given_messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
-            return [*first, {"role": "user", "content": self.input}]
-        return turns_of([*first, *(item.for_chat() for item in self.input if not isinstance(item, OtherItem))])
+            return [{"role": "user", "content": self.input}]
+        return [item.for_chat() for item in self.input if not isinstance(item, OtherItem)]
 
     @property
     def skipped_items(self) -> list[str]:
         """Lists the types of input items that are left out."""
         items = [] if isinstance(self.input, str) else self.input
         return sorted({item.type for item in items if isinstance(item, OtherItem)})
+
+
+def sealed(thoughts: str) -> str:
+    """Packs thoughts for clients that send back nothing of them but `encrypted_content`; it is no secret."""
+    return SEAL + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
+
+
+def sealed_text(content: str) -> str:
+    """Unpacks them; what another server packed stays closed."""
+    if not content.startswith(SEAL):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def turns_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
