@@ -226,7 +226,7 @@ IMAGE_TEXT_NAMES = {
     "llava_onevision": "LLaVA-OneVision",
     "smolvlm": "SmolVLM",
     "idefics3": "Idefics3",
-    "mistral3": "Mistral Small 3",
+    "mistral3": "Mistral Small 3, Ministral 3, Devstral 2",
     "internvl": "InternVL",
     "gemma3": "Gemma 3",
     "qwen2_5_vl": "Qwen2.5-VL",

@@ -192,6 +192,15 @@ def _mistral3() -> PretrainedConfig:
     )
 
 
+def _ministral3() -> PretrainedConfig:
+    """Its queries grow with the position, here from token 16 on; so in Ministral 3 and Devstral 2."""
+    config = _mistral3().to_dict()
+    rotary = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    scaled = rotary | {"llama_4_scaling_beta": 0.3, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+    text = _text("ministral3", head_dim=16, rope_parameters=scaled | {"mscale_all_dim": 1.0})
+    return transformers.Mistral3Config(**config | {"text_config": text.to_dict()})
+
+
 def _internvl() -> PretrainedConfig:
     vision = transformers.InternVLVisionConfig(**(_VIT | {"image_size": [32, 32], "patch_size": [8, 8]}))
     return transformers.InternVLConfig(
@@ -218,11 +227,12 @@ KINDS = {
     "llava": Kind(config=_llava, images=_squares, tower="model.vision_tower"),
     "llava-onevision": Kind(config=_llava_onevision, images=_two_of_a_sample, tower="model.vision_tower"),
     "mistral3": Kind(config=_mistral3, images=_sizes, tower="model.vision_tower"),
+    "ministral3": Kind(config=_ministral3, images=_sizes, tower="model.vision_tower"),
     "internvl": Kind(config=_internvl, images=_squares, tower="model.vision_tower"),
 }
 
 # The other kinds have mechanisms of these; through the library's own steps, hybrids and experts take too long.
-ON_EVERY_LANE = [name for name in KINDS if name not in ("qwen3-vl-moe", "qwen3.5", "qwen3.5-moe")]
+ON_EVERY_LANE = [name for name in KINDS if name not in ("qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "ministral3")]
 
 
 def tiny_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
