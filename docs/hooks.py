@@ -218,6 +218,10 @@ WHAT_IS_SPECIAL = {
     "nemotron": "MLPs without a gate, layer norms with a bias, partial rotary.",
     "stablelm": "Layer norms with a bias, partial rotary; not with parallel residuals or norms on queries and keys.",
     "starcoder2": "MLPs without a gate, layer norms with a bias.",
+    "lfm2": "Hybrid: gated short convolutions, whose state is two columns, and attention.",
+    "lfm2_moe": "The same with a mixture of experts, each with a score of its own.",
+    "nemotron_h": "Hybrid: each layer is Mamba 2, attention, an MLP or a mixture; not with latent experts.",
+    "falcon_h1": "Hybrid: Mamba 2 and attention beside each other in every layer, with multipliers.",
 }
 
 # What image-text models are called, by the model_type of their config.

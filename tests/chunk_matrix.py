@@ -31,7 +31,7 @@ from penstock.request import Output
 LIMIT = 1e-4
 NUM_GENERATED = 32
 CHUNK_SIZES = (1, 2, 3, 5, 7, 8, 63, 64, 65, 511, 512)
-TEXTS = (*sorted(RECURRENT), "gpt-oss", "mixtral", "qwen3-moe")
+TEXTS = (*sorted(RECURRENT), "gpt-oss", "mixtral", "qwen3-moe", "ministral3", "cohere2", "olmo3", "exaone4")
 TEXT_LENGTHS = (1, 2, 63, 64, 65, 511, 1025, 2600)
 IMAGES = ("gemma3", "llava", "qwen2.5-vl", "qwen3-vl", "smolvlm")
 IMAGE_LENGTHS = (64, 511, 2600)  # with two images

@@ -42,6 +42,7 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 _MAMBA = {"mamba_n_heads": 16, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_n_groups": 1}
+_CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"] * 2
 _VIT = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
 _QWEN_VISION = {
     "hidden_size": 384,
@@ -138,6 +139,37 @@ FAMILIES: dict[str, Family] = {
             layer_types=["mamba", "mamba", "mamba", "attention"] * 2,
         )
     ),
+    "ministral3": Family(config=_text("Ministral3Config", head_dim=64)),
+    "olmo3": Family(config=_text("Olmo3Config", sliding_window=512)),
+    "granite": Family(config=_text("GraniteConfig", residual_multiplier=0.5)),
+    "ernie4.5": Family(config=_text("Ernie4_5Config", head_dim=64)),
+    "exaone4": Family(config=_text("Exaone4Config", sliding_window=512)),
+    "cohere2": Family(config=_text("Cohere2Config", sliding_window=512)),
+    "glm4": Family(config=_text("Glm4Config", head_dim=64)),
+    "hunyuan": Family(config=_text("HunYuanDenseV1Config", head_dim=64)),
+    "arcee": Family(config=_text("ArceeConfig")),
+    "apertus": Family(config=_text("ApertusConfig")),
+    "nemotron": Family(config=_text("NemotronConfig", head_dim=64)),
+    "starcoder2": Family(config=_text("Starcoder2Config", sliding_window=512)),
+    "lfm2": Family(config=_text("Lfm2Config", layer_types=_CONVOLUTIONS)),
+    "lfm2-moe": Family(
+        config=_text("Lfm2MoeConfig", **_EXPERTS, layer_types=_CONVOLUTIONS, rope_parameters={"rope_type": "default"})
+    ),
+    "nemotron-h": Family(
+        config=_text(
+            "NemotronHConfig",
+            layers_block_type=["linear_attention", "mlp", "linear_attention", "moe", "full_attention", "mlp"] * 2,
+            head_dim=64,
+            mamba_num_heads=16,
+            ssm_state_size=64,
+            n_groups=2,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            moe_intermediate_size=512,
+            moe_shared_expert_intermediate_size=512,
+        )
+    ),
+    "falcon-h1": Family(config=_text("FalconH1Config", **_MAMBA, mamba_d_ssm=1024)),
     "llava": Family(config=_llava, image={"pixel_values": (1, 3, 336, 336)}, image_tokens=576),
     "smolvlm": Family(config=_smolvlm, image={"pixel_values": (1, 1, 3, 384, 384)}, image_tokens=64),
     "gemma3": Family(config=_gemma3, image={"pixel_values": (1, 3, 448, 448)}, image_tokens=256),

@@ -29,6 +29,10 @@ MORE = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 17},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 13, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 13, "sliding_window_pattern": 2},
 }

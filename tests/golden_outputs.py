@@ -86,7 +86,7 @@ def _images(folder: Path) -> None:
 
 MODELS: Mapping[str, Callable[[Path], object]] = {
     "generic": lambda folder: save_causal_model(TROUBLE["gpt2"](), folder),
-    "recurrent": lambda folder: save_causal_model(MUST_SHOW["lfm2"](), folder),
+    "recurrent": lambda folder: save_causal_model(MUST_SHOW["mamba2"](), folder),
     "whole": lambda folder: save_causal_model(MUST_SHOW["jamba"](), folder),
     "source": lambda folder: save_tiny_seq2seq("t5-gated-untied", folder),
     "images": _images,

@@ -69,6 +69,34 @@ _GRANITE = {
     **_MULTIPLIERS,
 }
 
+_LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3}
+_NEMOTRON_H = {
+    "num_hidden_layers": 6,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "full_attention"],
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 1.7,
+}
+_FALCON_H1 = {
+    "mamba_d_ssm": 128,
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.5, 0.8, 1.1, 1.4, 0.9],
+    "mlp_multipliers": [0.7, 1.2],
+}
+
 # What a name stands for: a family, and the trait of it that is tried.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: _config("LlamaConfig"),
@@ -146,6 +174,29 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "nemotron": lambda: _config("NemotronConfig", head_dim=24, rope_parameters=_PARTIAL, mlp_bias=True),
     "stablelm": lambda: _config("StableLmConfig", use_qkv_bias=True, rope_parameters=_PARTIAL),
     "starcoder2": lambda: _config("Starcoder2Config", sliding_window=13),
+    "lfm2": lambda: _config("Lfm2Config", **_LFM2, block_multiple_of=32),
+    "lfm2-bias": lambda: _config(
+        "Lfm2Config", **_LFM2 | {"conv_L_cache": 4}, conv_bias=True, block_auto_adjust_ff_dim=False
+    ),
+    "lfm2-moe": lambda: _config(
+        "Lfm2MoeConfig",
+        **_LFM2,
+        **_EXPERTS,
+        num_dense_layers=1,
+        routed_scaling_factor=1.7,
+        rope_parameters=_rope("default"),
+    ),
+    "nemotron-h": lambda: _config("NemotronHConfig", **_NEMOTRON_H),
+    "nemotron-h-biases": lambda: _config(
+        "NemotronHConfig", **_NEMOTRON_H, use_bias=True, n_group=4, topk_group=2, norm_topk_prob=False
+    ),
+    "falcon-h1": lambda: _config("FalconH1Config", **_MAMBA, **_FALCON_H1, mamba_n_groups=2),
+    "falcon-h1-norm": lambda: _config(
+        "FalconH1Config", **_MAMBA, **_FALCON_H1, mamba_rms_norm=True, attention_bias=True, mlp_bias=True
+    ),
+    "falcon-h1-norm-after-gate": lambda: _config(
+        "FalconH1Config", **_MAMBA, **_FALCON_H1, mamba_n_groups=4, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
     "gemma2": lambda: _config("Gemma2Config", **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": lambda: _config("Gemma3TextConfig", **_GEMMA, num_hidden_layers=7, final_logit_softcapping=4.0),
     "gemma3-linear": lambda: _config(
@@ -159,10 +210,29 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-RECURRENT = {"qwen3-next", "qwen3-5", "qwen3-5-moe", "bamba", "granite-hybrid", "granite-hybrid-dense"}
+_LATER_RECURRENT = {
+    "lfm2",
+    "lfm2-bias",
+    "lfm2-moe",
+    "nemotron-h",
+    "nemotron-h-biases",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "falcon-h1-norm-after-gate",
+}
+RECURRENT = {
+    "qwen3-next",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "bamba",
+    "granite-hybrid",
+    "granite-hybrid-dense",
+    *_LATER_RECURRENT,
+}
 
 # Whose attention is that of others: what is left to try for every family is short.
 LATER = {
+    *_LATER_RECURRENT,
     "ministral3",
     "olmo3",
     "granite",
@@ -196,7 +266,8 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        scores = [named for named in model.named_buffers() if named[0].endswith(("expert_bias", "correction_bias"))]
+        for parameter_name, parameter in [*model.named_parameters(), *scores]:
             if "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif parameter_name.endswith("dt_bias"):

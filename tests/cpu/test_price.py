@@ -19,7 +19,7 @@ MODELS = {
     "native hybrid": (lambda folder: save_tiny_model("qwen3-next", folder), None),
     "native images": (lambda folder: save_tiny_vision_model("llava", folder), None),
     "generic packed": (lambda folder: save_causal_model(TROUBLE["gpt2"](), folder), None),
-    "generic with its own cache": (lambda folder: save_causal_model(MUST_SHOW["lfm2"](), folder), None),
+    "generic with its own cache": (lambda folder: save_causal_model(MUST_SHOW["mamba2"](), folder), None),
     "generic images": (
         lambda folder: save_tiny_vision_model("llava", folder),
         "transformers-generic-multimodal",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from float64_reference import float64_logits
 from logit_recorder import LogitRecorder
-from tiny_models import RECURRENT, prompt, reference_logits
+from tiny_models import LATER, RECURRENT, prompt, reference_logits
 
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.states import StatePool
@@ -18,7 +18,8 @@ from penstock.models.recurrence import RecurrentTokens, advance, advance_singles
 TOLERANCE = 1e-4
 BLOCK = 16
 NUM_GENERATED = 12
-HYBRIDS = sorted(RECURRENT)
+ALWAYS = sorted(RECURRENT - LATER)
+HYBRIDS = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.evidence) for name in sorted(RECURRENT & LATER))]
 
 
 def read(engine, tokens, **sampling):
@@ -149,7 +150,10 @@ def test_after_eviction_a_document_is_read_again(name, load):
     assert saved == [640, 640, 0], "the checkpoints of one more document fit, those of two do not"
 
 
-@pytest.mark.parametrize(("name", "chunk_size"), [*((name, 40) for name in HYBRIDS), ("qwen3-5", 7), ("bamba", 7)])
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    [*((name, 40) for name in ALWAYS), ("lfm2", 7), ("falcon-h1", 40), ("qwen3-5", 7), ("bamba", 7)],
+)
 def test_a_prompt_cancelled_after_any_chunk_resumes_at_the_checkpoint_before_it(name, chunk_size, load):
     tokens = prompt(150 if chunk_size > BLOCK else 40)
     _, expected = read(load(name, chunk_size=0), tokens)

@@ -19,7 +19,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for name in ("lfm2", "jamba"):
+    for name in ("mamba2", "jamba"):
         made[name] = tmp_path_factory.mktemp(name)
         save_causal_model(MUST_SHOW[name](), made[name])
     return made
@@ -34,7 +34,7 @@ def penstock(cache):
 
 
 def test_run_reads_a_folder_that_has_no_native_decoder(folders, penstock):
-    shown = penstock("run", folders["lfm2"], "-p", TEXT, "--max-tokens", 5, "--chunk-size", 48, "--json")
+    shown = penstock("run", folders["mamba2"], "-p", TEXT, "--max-tokens", 5, "--chunk-size", 48, "--json")
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)
     assert list(report["lane"]) == LANE_KEYS
@@ -61,7 +61,7 @@ def test_a_model_read_whole_says_so_and_is_refused_when_strict(folders, penstock
 
 
 def test_plan_reads_only_config_and_headers(folders, penstock):
-    shown = penstock("plan", folders["lfm2"], "--prompt-tokens", 400, "--memory", "4GiB", "--json")
+    shown = penstock("plan", folders["mamba2"], "--prompt-tokens", 400, "--memory", "4GiB", "--json")
     assert shown.returncode == 0, shown.stderr
     plan = json.loads(shown.stdout)
     assert plan["lane"]["id"] == GENERIC
@@ -72,7 +72,7 @@ def test_plan_reads_only_config_and_headers(folders, penstock):
 
 def test_doctor_shows_the_verdict_and_checks_again_when_asked(folders, penstock):
     flags = ("--dtype", "float32", "--no-speed")
-    first = penstock("doctor", folders["lfm2"], *flags, "--rerun", "--json")
+    first = penstock("doctor", folders["mamba2"], *flags, "--rerun", "--json")
     assert first.returncode == 0, first.stderr
     report = json.loads(first.stdout)
     assert not report["verdict_was_kept"]
@@ -81,10 +81,10 @@ def test_doctor_shows_the_verdict_and_checks_again_when_asked(folders, penstock)
     native = ["optimized-native-text", "optimized-native-multimodal"]
     assert [lane["id"] for lane in report["lanes"]][:3] == [*native, GENERIC]
     assert report["cpu_kernels"] == {"compiled": False, "reason": "the compiled ones are for bfloat16, not float32"}
-    again = json.loads(penstock("doctor", folders["lfm2"], *flags, "--json").stdout)
+    again = json.loads(penstock("doctor", folders["mamba2"], *flags, "--json").stdout)
     assert again["verdict_was_kept"]
     assert again["verdict"] == report["verdict"]
-    assert "exact" in penstock("doctor", folders["lfm2"], *flags).stdout
+    assert "exact" in penstock("doctor", folders["mamba2"], *flags).stdout
 
 
 def test_code_that_comes_with_a_model_is_refused_in_one_sentence(tmp_path, penstock):

@@ -15,7 +15,7 @@ from penstock.request import Output
 SETTINGS: dict[str, Any] = {"dtype": "float32", "threads": 2, "memory": "12GiB", "context": 9000, "chunk_size": 256}
 HEAD = "family          reading: native  transformers  ratio   writing: native  transformers  ratio"
 NUM_READ, NUM_WRITTEN, NUM_ROUNDS = 1024, 32, 3
-HYBRIDS = ("qwen3-next", "qwen3.5", "bamba", "granite-hybrid")
+HYBRIDS = ("qwen3-next", "qwen3.5", "bamba", "granite-hybrid", "lfm2", "lfm2-moe", "nemotron-h", "falcon-h1")
 
 
 def load(name: str, folder: Path, **settings: Any) -> Engine:

@@ -17,7 +17,12 @@ def spec_of(model_type, **values):
 def test_every_family_has_a_spec_whose_parts_agree(model_type):
     spec = spec_of(model_type)
     assert (spec.family, spec.num_layers, spec.hidden_size) == (model_type, 4, 64)
-    assert spec.num_attention_layers + len(spec.recurrent_layers) == spec.num_layers
+    if model_type == "falcon_h1":
+        assert spec.num_attention_layers == len(spec.recurrent_layers) == spec.num_layers
+    elif model_type == "nemotron_h":
+        assert (spec.num_attention_layers, spec.recurrent_layers, spec.num_mixed) == (1, (0,), 2)
+    else:
+        assert spec.num_attention_layers + len(spec.recurrent_layers) == spec.num_layers == spec.num_mixed
     assert (spec.recurrent is None) == (not spec.recurrent_layers)
     assert spec.qkv_rows >= spec.q_rows + 2 * spec.num_kv_heads * spec.head_size
     assert spec.widest_mlp >= 40
@@ -58,7 +63,7 @@ def test_some_layers_have_no_rotation_experts_or_attention():
 
 
 def test_a_state_has_the_bytes_of_its_matrices_and_of_its_last_inputs():
-    for model_type in ("qwen3_5_text", "bamba"):
+    for model_type in ("qwen3_5_text", "bamba", "lfm2"):
         spec = spec_of(model_type).recurrent
         small, large = (state_bytes(spec, dtype_bytes) for dtype_bytes in (2, 4))
         assert 0 < small < large
@@ -83,6 +88,9 @@ def test_a_long_prompt_has_another_rotary_table_under_longrope():
         ("apertus", {"hidden_act": "silu"}, UnsupportedModel, "not one of xielu"),
         ("glm4", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModel, "dynamic"),
         ("olmo3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, UnsupportedModel, "types of layers"),
+        ("nemotron_h", {"moe_latent_size": 32}, UnsupportedModel, "moe_latent_size = 32"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "gdn"]}, UnsupportedModel, "kind gdn"),
+        ("falcon_h1", {"projectors_bias": True}, UnsupportedModel, "projectors_bias = True"),
         ("llama", {"num_key_value_heads": 3}, InvalidModelFile, "4 heads of 16 over 3"),
         ("llama", {"hidden_size": "wide"}, InvalidModelFile, "wrong kind"),
         ("qwen3", {"layer_types": ["full_attention"]}, InvalidModelFile, "1 layer_types for 4 layers"),

@@ -73,7 +73,7 @@ def _fastest_s(function: Callable[[], object]) -> float:
 
 def least_read_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
     """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
-    pairs = sum(_num_pairs(num_tokens, layer.window) for layer in spec.layers if not layer.is_recurrent)
+    pairs = sum(_num_pairs(num_tokens, layer.window) for layer in spec.layers if layer.has_attention)
     flops = 2 * num_tokens * _parameters_of_layers(spec, 1) + 2 * spec.vocab_size * spec.hidden_size
     flops += 4 * spec.num_heads * spec.head_size * pairs
     read_s = least_step_s(spec, [0] * num_tokens, limits)
@@ -87,7 +87,7 @@ def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: DeviceLimit
     """
     weights = _parameters_of_layers(spec, len(contexts)) + spec.vocab_size * spec.hidden_size
     seen = sum(
-        min(context, layer.window or context) for context in contexts for layer in spec.layers if not layer.is_recurrent
+        min(context, layer.window or context) for context in contexts for layer in spec.layers if layer.has_attention
     )
     num_bytes = BYTES * (weights + 2 * seen * spec.num_kv_heads * spec.head_size)
     return num_bytes / (limits.read_gb_per_s * 1e9)
@@ -107,6 +107,6 @@ def _parameters_of_layers(spec: DecoderSpec, num_rows: int) -> float:
         return everything
     experts = spec.experts
     unchosen = (1 - experts.num_active / experts.num_experts) ** num_rows
-    of_one = 3 * experts.intermediate_size * spec.hidden_size
+    of_one = (2 + experts.is_gated) * experts.intermediate_size * spec.hidden_size
     num_sparse = sum(layer.has_experts for layer in spec.layers)
     return everything - num_sparse * experts.num_experts * unchosen * of_one

@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -74,9 +75,8 @@ class StateStorage:
 
 def _lazy_pages(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that becomes resident only where it is written. Huge pages would make far more of it resident."""
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
+    if not (num_elements := prod(shape)):  # of what has no state but a tail
+        return torch.empty(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, max(1, num_elements * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages has nothing to switch off

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -104,7 +104,7 @@ class NativeTextLoader:
         num_tokens = loading.num_tokens(loading.memory)
         files = loading.place.files
         weights = loading.weights or open_weights(files)
-        spec = stored_spec(self.spec, weights, files.folder) if files.why_text_only else self.spec
+        spec = stored_spec(self.spec, weights, files.folder) if files.why_text_only else _prefixed(self.spec, weights)
         lane = native_lane(spec, weights, loading, num_tokens)
         return LoadedLane(
             lane=lane,
@@ -114,6 +114,13 @@ class NativeTextLoader:
             adjustments=_slow_quantization(loading.place.quantize, loading.place.dtype),
             attention=lane.attention,
         )
+
+
+def _prefixed(spec: DecoderSpec, weights: WeightSource) -> DecoderSpec:
+    """Names the decoder as this checkpoint does: those of Nemotron-H have a prefix that its class does not."""
+    if not any(name.startswith("backbone.") for name in weights.names):
+        return spec
+    return replace(spec, renames=(*spec.renames, ("model.", "backbone.")))
 
 
 def native_lane(

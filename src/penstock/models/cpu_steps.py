@@ -165,5 +165,5 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
 
 
 def _is_known(layer: Layer) -> bool:
-    is_attention, mlp = isinstance(layer.mixer, Attention), layer.mlp
+    is_attention, mlp = isinstance(layer.mixer, Attention) and layer.beside is None, layer.mlp
     return is_attention and isinstance(mlp, GatedMlp) and mlp.activation in ("silu", GELU_TANH)

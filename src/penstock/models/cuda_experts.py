@@ -135,6 +135,12 @@ def _mix(experts: Experts, out_TM: torch.Tensor, x_TM: torch.Tensor, *, adds: bo
 def route(experts: Experts, x_TM: torch.Tensor, num_real_1: torch.Tensor | None = None) -> Routed:
     """`num_real_1`: tokens past that number are padding and get no expert; None: there are none."""
     spec, num_tokens = experts.spec, len(x_TM)
+    if spec.sigmoid is not None:
+        weights_TA, experts_TA = experts.route(x_TM)
+        if num_real_1 is not None:
+            is_padding_T = torch.arange(num_tokens, device=x_TM.device) >= num_real_1
+            experts_TA = experts_TA.masked_fill(is_padding_T[:, None], spec.num_experts)
+        return Routed(experts_TA=experts_TA.int(), weights_TA=weights_TA.float())
     shape = (num_tokens, spec.num_active)
     experts_TA = torch.empty(shape, dtype=torch.int32, device=x_TM.device)
     weights_TA = torch.empty(shape, dtype=torch.float32, device=x_TM.device)

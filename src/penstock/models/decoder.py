@@ -14,7 +14,7 @@ from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardI
 from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
-from penstock.models.layer_specs import DeltaSpec
+from penstock.models.layer_specs import DeltaSpec, MambaSpec
 from penstock.models.layers import (
     GatedMlp,
     LayerNorm,
@@ -31,6 +31,7 @@ from penstock.models.projections import Projection, layer_projections, outer_pro
 from penstock.models.quantization import Quantization
 from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
+from penstock.models.short_conv import ShortConv
 from penstock.models.spec import DecoderSpec, LayerSpec
 from penstock.models.weights import HalvesFirst, WeightSource
 
@@ -44,11 +45,16 @@ class Attention:
     sinks_H: torch.Tensor | None  # None: the layer has none
 
 
+Recurrence = GatedDelta | Mamba | ShortConv
+RECURRENCE_NAMES: dict[type, str] = {GatedDelta: "linear_attn", Mamba: "mamba", ShortConv: "conv"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     spec: LayerSpec
-    mixer: Attention | GatedDelta | Mamba
-    mlp: GatedMlp | PlainMlp | Experts
+    mixer: Attention | Recurrence | None  # None: tokens do not see each other
+    beside: Recurrence | None  # adds what it reads from the same input
+    mlp: GatedMlp | PlainMlp | Experts | None
     norms: dict[str, RmsNorm | LayerNorm]  # by their names in the checkpoint; absent ones are not applied
 
 
@@ -107,14 +113,18 @@ class Decoder:
             hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(hidden_TM.dtype)
         for index, layer in enumerate(self.layers):
             normed = self._normed(layer, "input_layernorm", hidden_TM)
-            if isinstance(layer.mixer, GatedDelta | Mamba):
-                assert states is not None, "recurrent layers need their states"
-                mixed = layer.mixer(normed, inputs, states.layers[index])
-            else:
+            if isinstance(layer.mixer, Attention):
                 rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
                 mixed = self._attended(layer, layer.mixer, normed, rotation, attention, query_scale_T11)
-            self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM)
-            self._mlp(layer, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
+                self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM, self.spec.attention_output_scale)
+            for recurrence in (layer.mixer, layer.beside):
+                if isinstance(recurrence, Recurrence):
+                    assert states is not None, "recurrent layers need their states"
+                    mixed = recurrence(normed, inputs, states.layers[index])
+                    scale = recurrence.spec.output_scale if isinstance(recurrence, Mamba) else 1.0
+                    self._add(layer, "attention", recurrence.output, mixed, hidden_TM, scale)
+            if layer.mlp is not None:
+                self._mlp(layer, layer.mlp, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
             if inputs.media is not None and index < len(inputs.media.deepstack_LND):
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
@@ -124,11 +134,12 @@ class Decoder:
         """Computes one layer's products for that many tokens: a matrix kernel is loaded when it is first used."""
         layer = self.layers[0]
         assert isinstance(layer.mixer, Attention)
+        assert layer.mlp is not None
         hidden_TM = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=self.device)
         num_attended = self.spec.num_heads * self.spec.head_size
         layer.mixer.qkv(self._normed(layer, "input_layernorm", hidden_TM))
         self._add(layer, "attention", layer.mixer.output, hidden_TM.new_zeros(num_tokens, num_attended), hidden_TM)
-        self._mlp(layer, hidden_TM)
+        self._mlp(layer, layer.mlp, hidden_TM)
 
     def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embeddings_VM, QuantizedMatrix):
@@ -162,6 +173,8 @@ class Decoder:
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.spec
+        if spec.attention_input_scale != 1.0:
+            normed_TM = normed_TM * spec.attention_input_scale
         q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
@@ -192,16 +205,16 @@ class Decoder:
     def _mlp(
         self,
         layer: Layer,
+        mlp: GatedMlp | PlainMlp | Experts,
         hidden_TM: torch.Tensor,
         num_real_1: torch.Tensor | None = None,
         normed: torch.Tensor | None = None,  # None: the MLP has a norm of its own
     ) -> None:
         if normed is None:
             normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
-        mlp = layer.mlp
         if isinstance(mlp, Experts) and num_real_1 is not None:
             mlp = replace(mlp, num_real_1=num_real_1)
-        self._add(layer, "mlp", mlp, normed, hidden_TM)
+        self._add(layer, "mlp", mlp, normed, hidden_TM, self.spec.mlp_scales[1])
 
     def _add(
         self,
@@ -210,11 +223,13 @@ class Decoder:
         last: Linear | QuantizedLinear | GatedMlp | PlainMlp | Experts,
         x: torch.Tensor,
         hidden_TM: torch.Tensor,
+        scale: float = 1.0,
     ) -> None:
+        scale *= self.spec.residual_scale
         if norm := self._output_norm(part):
             hidden_TM += layer.norms[norm](last(x))
-        elif self.spec.residual_scale != 1.0:
-            hidden_TM.add_(last(x), alpha=self.spec.residual_scale)
+        elif scale != 1.0:
+            hidden_TM.add_(last(x), alpha=scale)
         else:
             last.add_to(hidden_TM, x)
 
@@ -256,41 +271,50 @@ class Decoder:
         spec, layer = self.spec, self.spec.layers[index]
         names = []
         if spec.norms_inputs:
-            names += ["input_layernorm"] if spec.is_parallel else ["input_layernorm", self._mlp_input_norm]
+            names += ["input_layernorm"] * (layer.has_attention or layer.is_recurrent)
+            names += [self._mlp_input_norm] * (layer.has_mlp and not spec.is_parallel)
         if spec.norms_outputs:
             names += ["post_attention_layernorm", "post_feedforward_layernorm"]
         norms: dict[str, RmsNorm | LayerNorm] = {name: self._empty_norm(spec.hidden_size) for name in names}
-        if spec.qk_norm is not None and not layer.is_recurrent:
+        if spec.qk_norm is not None and layer.has_attention:
             per_head = spec.qk_norm != "projection"
             norms["self_attn.q_norm"] = self._empty_rms_norm(spec.head_size * (1 if per_head else spec.num_heads))
             norms["self_attn.k_norm"] = self._empty_rms_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
-        return Layer(spec=layer, mixer=self._empty_mixer(index), mlp=self._empty_mlp(index), norms=norms)
+        recurrence = self._empty_recurrence() if layer.is_recurrent else None
+        mixer, beside = (self._empty_attention(index), recurrence) if layer.has_attention else (recurrence, None)
+        return Layer(spec=layer, mixer=mixer, beside=beside, mlp=self._empty_mlp(index), norms=norms)
 
-    def _empty_mixer(self, index: int) -> Attention | GatedDelta | Mamba:
-        spec, layer, width = self.spec, self.spec.layers[index], self.spec.hidden_size
+    def _empty_recurrence(self) -> Recurrence:
+        spec, width = self.spec, self.spec.hidden_size
         place: Any = {"dtype": self.dtype, "device": self.device}
-        if layer.is_recurrent:
-            assert spec.recurrent is not None
-            if isinstance(spec.recurrent, DeltaSpec):
-                return GatedDelta.empty(spec.recurrent, width, spec.norm_eps, **place)
+        assert spec.recurrent is not None
+        if isinstance(spec.recurrent, DeltaSpec):
+            return GatedDelta.empty(spec.recurrent, width, spec.norm_eps, **place)
+        if isinstance(spec.recurrent, MambaSpec):
             return Mamba.empty(spec.recurrent, width, spec.norm_eps, **place)
+        return ShortConv.empty(spec.recurrent, width, **place)
+
+    def _empty_attention(self, index: int) -> Attention:
+        spec, layer = self.spec, self.spec.layers[index]
         return Attention(
-            index=sum(not earlier.is_recurrent for earlier in spec.layers[:index]),
+            index=sum(earlier.has_attention for earlier in spec.layers[:index]),
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
             qkv=self._empty_linear(self._projections[index]["qkv"], bias=spec.qkv_bias),
             output=self._empty_linear(self._projections[index]["output"], bias=spec.output_bias),
             sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
         )
 
-    def _empty_mlp(self, index: int) -> GatedMlp | PlainMlp | Experts:
+    def _empty_mlp(self, index: int) -> GatedMlp | PlainMlp | Experts | None:
         spec, layer = self.spec, self.spec.layers[index]
+        if not layer.has_mlp:
+            return None
         place: Any = {"dtype": self.dtype, "device": self.device}
         if layer.has_experts:
             assert spec.experts is not None
             return Experts.empty(spec.experts, spec.hidden_size, spec.activation, **place)
         first, down = (self._empty_linear(self._projections[index][r], bias=spec.mlp_bias) for r in ("gate_up", "down"))
         if spec.is_gated:
-            return GatedMlp(gate_up=first, down=down, activation=spec.activation)
+            return GatedMlp(gate_up=first, down=down, activation=spec.activation, gate_scale=spec.mlp_scales[0])
         activation = Xielu.empty(**place) if spec.activation == "xielu" else plain_activation(spec.activation)
         return PlainMlp(up=first, down=down, activation=activation)
 
@@ -332,17 +356,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             prefix, of_layer = f"model.layers.{index}", self._projections[index]
             others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
-            if isinstance(layer.mixer, GatedDelta | Mamba):
-                mixer = "linear_attn" if isinstance(layer.mixer, GatedDelta) else "mamba"
-                others += layer.mixer.destinations(f"{prefix}.{mixer}")
-            else:
+            for recurrence in (layer.mixer, layer.beside):
+                if isinstance(recurrence, Recurrence):
+                    others += recurrence.destinations(f"{prefix}.{RECURRENCE_NAMES[type(recurrence)]}")
+            if isinstance(layer.mixer, Attention):
                 yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
                 yield from _linear_parts(of_layer["output"], layer.mixer.output)
                 if layer.mixer.sinks_H is not None:
                     others.append((f"{prefix}.self_attn.sinks", layer.mixer.sinks_H))
             if isinstance(layer.mlp, Experts):
                 others += layer.mlp.destinations(prefix)
-            else:
+            elif layer.mlp is not None:
                 first = layer.mlp.gate_up if isinstance(layer.mlp, GatedMlp) else layer.mlp.up
                 yield from _linear_parts(of_layer["gate_up"], first)
                 yield from _linear_parts(of_layer["down"], layer.mlp.down)

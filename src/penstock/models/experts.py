@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.models.layer_specs import ExpertsSpec
-from penstock.models.layers import GatedMlp, Linear, gated_activation, product
+from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
+from penstock.models.layers import GatedMlp, Linear, PlainMlp, gated_activation, plain_activation, product, wide_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,9 @@ class Experts:
     down_EMF: torch.Tensor
     gate_up_bias_EF: torch.Tensor | None
     down_bias_EM: torch.Tensor | None
-    shared: GatedMlp | None  # an expert that every token has
+    shared: GatedMlp | PlainMlp | None  # an expert that every token has
     shared_gate: Linear | None
+    score_bias_E: torch.Tensor | None = None
     num_real_1: torch.Tensor | None = None  # on a GPU: tokens before the padding; None: there is none
 
     @classmethod
@@ -39,27 +40,33 @@ class Experts:
         tensor = partial(torch.empty, dtype=dtype, device=device)
         linear = partial(Linear.empty, bias=False, dtype=dtype, device=device)
         count, inner = spec.num_experts, spec.intermediate_size
-        shared = None
+        shared: GatedMlp | PlainMlp | None = None
+        rows = 2 if spec.is_gated else 1
         if spec.shared_size:
-            gate_up, down = linear(2 * spec.shared_size, hidden_size), linear(hidden_size, spec.shared_size)
-            shared = GatedMlp(gate_up=gate_up, down=down, activation=activation)
+            first, down = linear(rows * spec.shared_size, hidden_size), linear(hidden_size, spec.shared_size)
+            shared = (
+                GatedMlp(gate_up=first, down=down, activation=activation)
+                if spec.is_gated
+                else PlainMlp(up=first, down=down, activation=plain_activation(activation))
+            )
         return cls(
             spec=spec,
             activation=activation,
             router=linear(count, hidden_size, bias=spec.has_biases),
-            gate_up_EFM=tensor(count, 2 * inner, hidden_size),
+            gate_up_EFM=tensor(count, rows * inner, hidden_size),
             down_EMF=tensor(count, hidden_size, inner),
             gate_up_bias_EF=tensor(count, 2 * inner) if spec.has_biases else None,
             down_bias_EM=tensor(count, hidden_size) if spec.has_biases else None,
             shared=shared,
             shared_gate=linear(1, hidden_size) if shared and spec.has_shared_gate else None,
+            score_bias_E=torch.empty(count, device=device) if spec.sigmoid and spec.sigmoid.has_bias else None,
         )
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """Rows are grouped by expert over the whole step, so that each expert's weights are read once."""
-        if x_TM.is_cuda:
+        if x_TM.is_cuda and self.spec.is_gated:
             return _on_gpu().mixed(self, x_TM)
-        weights_TA, experts_TA = self._route(x_TM)
+        weights_TA, experts_TA = self.route(x_TM)
         mixed = self._of_one if len(x_TM) == 1 else self._of_many
         out_TM = mixed(x_TM, weights_TA, experts_TA)
         if self.shared is not None:
@@ -93,13 +100,16 @@ class Experts:
         return out_TM
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
-        if x_TM.is_cuda:
+        if x_TM.is_cuda and self.spec.is_gated:
             _on_gpu().add_mixed(self, out_TM, x_TM)
         else:
             out_TM += self(x_TM)
 
-    def _route(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses (weights, experts). A softmax over all, normalised over the chosen, is the softmax of the chosen."""
+        if self.spec.sigmoid is not None:
+            weights_TA, experts_TA = self._by_scores(self.spec.sigmoid, x_TM)
+            return weights_TA.to(x_TM.dtype), experts_TA
         logits_TE = self.router(x_TM).float()
         chosen_TA, experts_TA = logits_TE.topk(self.spec.num_active, dim=-1)
         if self.spec.normalizes_chosen:
@@ -108,10 +118,27 @@ class Experts:
             weights_TA = (chosen_TA - logits_TE.logsumexp(-1, keepdim=True)).exp_()
         return weights_TA.to(x_TM.dtype), experts_TA
 
+    def _by_scores(self, routing: SigmoidRouting, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores_TE = wide_product(x_TM, self.router.weight_OI).sigmoid_()
+        wanted_TE = scores_TE if self.score_bias_E is None else scores_TE + self.score_bias_E
+        if routing.num_active_groups < routing.num_groups:
+            groups_TGE = wanted_TE.unflatten(-1, (routing.num_groups, -1))
+            best_TG = groups_TGE.topk(2, dim=-1).values.sum(-1)
+            chosen_TG = best_TG.topk(routing.num_active_groups, dim=-1).indices
+            is_left_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen_TG, False)
+            wanted_TE = groups_TGE.masked_fill(is_left_TG[..., None], -torch.inf).flatten(1)
+        experts_TA = wanted_TE.topk(self.spec.num_active, dim=-1).indices
+        weights_TA = scores_TE.gather(1, experts_TA)
+        if self.spec.normalizes_chosen:
+            weights_TA /= weights_TA.sum(-1, keepdim=True) + routing.eps
+        return weights_TA * routing.scale, experts_TA
+
     def _expert(self, expert: int, x_RM: torch.Tensor) -> torch.Tensor:
         bias_F = None if self.gate_up_bias_EF is None else self.gate_up_bias_EF[expert]
         gate_up_RF = product(x_RM, self.gate_up_EFM[expert], bias_F)
-        if self.spec.clamp is None:
+        if not self.spec.is_gated:
+            inner_RF = plain_activation(self.activation)(gate_up_RF)
+        elif self.spec.clamp is None:
             inner_RF = gated_activation(gate_up_RF, self.activation)
         else:
             inner_RF = _clamped_activation(gate_up_RF, self.spec.clamp, self.spec.clamp_alpha)
@@ -124,6 +151,8 @@ class Experts:
         yield f"{prefix}.{names.router}.weight", self.router.weight_OI
         if self.router.bias_O is not None:
             yield f"{prefix}.{names.router}.bias", self.router.bias_O
+        if self.score_bias_E is not None:
+            yield f"{prefix}.{names.score_bias}", self.score_bias_E
         experts = f"{prefix}.{names.experts}"
         if names.layout == "one by one":
             yield from self._one_by_one(experts)
@@ -139,17 +168,19 @@ class Experts:
     def _one_by_one(self, experts: str) -> Iterator[tuple[str, torch.Tensor]]:
         names, inner = self.spec.names, self.spec.intermediate_size
         for expert in range(self.spec.num_experts):
-            yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up_EFM[expert, :inner]
-            yield f"{experts}.{expert}.{names.up}.weight", self.gate_up_EFM[expert, inner:]
+            if self.spec.is_gated:
+                yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up_EFM[expert, :inner]
+            yield f"{experts}.{expert}.{names.up}.weight", self.gate_up_EFM[expert, -inner:]
             yield f"{experts}.{expert}.{names.down}.weight", self.down_EMF[expert]
 
     def _shared_destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         if self.shared is None:
             return
         names, size = self.spec.names, self.spec.shared_size
-        assert isinstance(self.shared.gate_up, Linear)
-        assert isinstance(self.shared.down, Linear)
-        gate_up, down = self.shared.gate_up.weight_OI, self.shared.down.weight_OI
+        first, last = self.shared.gate_up if isinstance(self.shared, GatedMlp) else self.shared.up, self.shared.down
+        assert isinstance(first, Linear)
+        assert isinstance(last, Linear)
+        gate_up, down = first.weight_OI, last.weight_OI
         parts = [gate_up, down] if len(names.shared_parts) == 2 else [gate_up[:size], gate_up[size:], down]
         for name, part in zip(names.shared_parts, parts, strict=True):
             yield f"{prefix}.{names.shared}.{name}.weight", part

@@ -27,11 +27,13 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what a config means that does not say
     known: Mapping[str, Any] = field(default_factory=dict)  # the only values of these keys that have a native form
     activations: tuple[str, ...] = ("silu", "gelu", "gelu_pytorch_tanh")
-    rotates: Literal["all", "windows", "none"] = "all"  # layers; windows: those, or all where none has one
+    rotates: Literal["all", "windows"] = "all"  # layers; windows: those, or all where none has one
     has_local_rotary: bool = False  # layers with a window have a table of their own
     experts: str | None = None  # key into EXPERT_NAMES
     normalizes_chosen: bool = True  # what a config without norm_topk_prob means
-    recurrent: Literal["delta", "mamba"] | None = None
+    recurrent: Literal["delta", "mamba", "conv"] | None = None
+    is_doubled: bool = False  # attention and recurrence in every layer, beside each other
+    has_one_part: bool = False  # layers are attention, recurrence, an MLP or a mixture, not two of them
     full_every: tuple[str | int, ...] = ()  # layers: config keys that say it, then what holds without them
 
 
@@ -50,6 +52,22 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
     ),
+    "lfm2": ExpertNames(
+        router="feed_forward.gate",
+        experts="feed_forward.experts",
+        gate="w1",
+        up="w3",
+        down="w2",
+        score_bias="feed_forward.expert_bias",
+    ),
+    "nemotron": ExpertNames(
+        router="mixer.gate",
+        experts="mixer.experts",
+        shared="mixer.shared_experts",
+        shared_parts=("up_proj", "down_proj"),
+        score_bias="mixer.gate.e_score_correction_bias",
+    ),
+    "deepseek": ExpertNames(shared="mlp.shared_experts"),
 }
 _QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
 _QWEN_INTERVAL = ("full_attention_interval", 4)
@@ -59,6 +77,75 @@ _BAMBA_NAMES = (
     ("model.norm.", "model.final_layernorm."),
 )
 _GRANITE_NAMES = (("mlp.gate_up_proj", "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear"))
+_LFM2_NAMES = (
+    ("self_attn.o_proj", "self_attn.out_proj"),
+    ("self_attn.q_norm", "self_attn.q_layernorm"),
+    ("self_attn.k_norm", "self_attn.k_layernorm"),
+    (".mlp.gate_proj", ".feed_forward.w1"),
+    (".mlp.up_proj", ".feed_forward.w3"),
+    (".mlp.down_proj", ".feed_forward.w2"),
+    ("input_layernorm", "operator_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("model.norm.", "model.embedding_norm."),
+)
+_NEMOTRON_H_NAMES = (
+    (".self_attn.", ".mixer."),
+    (".mamba.", ".mixer."),
+    (".mlp.", ".mixer."),
+    ("input_layernorm", "norm"),
+    ("post_attention_layernorm", "norm"),
+    ("model.norm.", "model.norm_f."),
+    ("model.embed_tokens", "model.embeddings"),
+)
+_NEMOTRON_H_KEYS = {
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+    "num_experts": "n_routed_experts",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "hidden_act": "mlp_hidden_act",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+_NEMOTRON_H_DEFAULTS = {
+    "hidden_act": "relu2",
+    "rms_norm_eps": 1e-5,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 8,
+    "mamba_d_conv": 4,
+    "mamba_proj_bias": False,
+    "time_step_min": 0.001,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "shared_expert_intermediate_size": 7688,
+}
+_FALCON_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_rms_norm": False,
+    "mamba_norm_before_gate": True,
+    "ssm_multipliers": (1.0,) * 5,
+    "embedding_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+}
+_LFM2 = {"qk_norm": "head", "renames": _LFM2_NAMES}
+_LFM2_DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3}
 _GLM4_NAMES = (
     ("post_attention_layernorm", "post_self_attn_layernorm"),
     ("pre_feedforward_layernorm", "post_attention_layernorm"),
@@ -291,5 +378,60 @@ FAMILIES: Mapping[str, Family] = {
         keys={"rms_norm_eps": "norm_epsilon"},
         defaults={"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
         activations=PLAIN_ACTIVATIONS,
+    ),
+    "lfm2": Family(
+        theta=1_000_000.0,
+        tied_by_default=True,
+        biases={},
+        traits=_LFM2,
+        keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+        defaults={
+            **_LFM2_DEFAULTS,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        recurrent="conv",
+    ),
+    "lfm2_moe": Family(
+        theta=1_000_000.0,
+        tied_by_default=True,
+        biases={},
+        traits=_LFM2,
+        keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+        defaults={
+            **_LFM2_DEFAULTS,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+        },
+        experts="lfm2",
+        recurrent="conv",
+    ),
+    "nemotron_h": Family(
+        biases={},
+        traits={"is_gated": False, "renames": _NEMOTRON_H_NAMES},
+        keys=_NEMOTRON_H_KEYS,
+        defaults=_NEMOTRON_H_DEFAULTS,
+        known={
+            "mlp_bias": False,
+            "moe_latent_size": None,
+            "sliding_window": None,
+            "mamba_hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
+        activations=PLAIN_ACTIVATIONS,
+        experts="nemotron",
+        recurrent="mamba",
+        has_one_part=True,
+    ),
+    "falcon_h1": Family(
+        biases=_ALL_BIASES,
+        traits={"renames": _BAMBA_NAMES},
+        defaults=_FALCON_DEFAULTS,
+        known={"projectors_bias": False, "mamba_proj_bias": False},
+        recurrent="mamba",
+        is_doubled=True,
     ),
 }

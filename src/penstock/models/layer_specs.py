@@ -20,6 +20,18 @@ class ExpertNames:
     shared: str = "mlp.shared_expert"
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the first is gate and up in one
     shared_gate: str = "mlp.shared_expert_gate"
+    score_bias: str = "mlp.gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidRouting:
+    """Each expert has a score of its own, between 0 and 1."""
+
+    has_bias: bool  # added to a score where experts are chosen, not where they are weighed
+    num_groups: int  # of experts
+    num_active_groups: int  # of one token: those whose best two experts have the highest scores
+    scale: float  # of the weights
+    eps: float  # added to their sum where they are normalised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +46,16 @@ class ExpertsSpec:
     clamp_alpha: float = 1.0
     shared_size: int = 0  # of an expert that every token has
     has_shared_gate: bool = True  # whether a gate of its own weighs it
+    is_gated: bool = True
+    sigmoid: SigmoidRouting | None = None  # None: softmax
 
     def num_parameters(self, hidden_size: int) -> int:
-        matrices = 3 * self.intermediate_size * hidden_size
+        matrices = (2 + self.is_gated) * self.intermediate_size * hidden_size
         biases = (2 * self.intermediate_size + hidden_size + 1) * self.has_biases
-        shared = (3 * self.shared_size + self.has_shared_gate) * hidden_size if self.shared_size else 0
+        biases += self.sigmoid is not None and self.sigmoid.has_bias
+        shared = (
+            ((2 + self.is_gated) * self.shared_size + self.has_shared_gate) * hidden_size if self.shared_size else 0
+        )
         return self.num_experts * (matrices + biases + hidden_size) + shared
 
 
@@ -102,6 +119,11 @@ class MambaSpec:
     has_conv_bias: bool
     has_bias: bool
     time_step_limits: tuple[float, float]
+    has_norm: bool = True  # else what is read is only gated
+    norms_before_gate: bool = False
+    input_scale: float = 1.0
+    section_scales: tuple[float, ...] = ()  # of gate, channels, what is written along and read by, time steps
+    output_scale: float = 1.0
 
     @property
     def inner_width(self) -> int:
@@ -140,10 +162,39 @@ class MambaSpec:
             self.inner_width + self.has_bias
         )
         convolution = self.num_channels * (self.conv_width + self.has_conv_bias)
-        return projections + convolution + 3 * self.num_heads + self.inner_width
+        return projections + convolution + 3 * self.num_heads + self.inner_width * self.has_norm
 
 
-RecurrentSpec = DeltaSpec | MambaSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSpec:
+    """A gated short convolution, whose only state is its tail."""
+
+    num_channels: int
+    conv_width: int
+    has_bias: bool
+    matrix_shape: tuple[int, ...] = (0,)
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        return (self.conv_width - 1, self.num_channels)
+
+    @property
+    def widest_rows(self) -> int:
+        """Counts the rows of the widest of the layer's projections."""
+        return 3 * self.num_channels
+
+    @property
+    def values_per_token(self) -> tuple[int, int]:
+        """Counts (in the model's dtype, in float32) the values that live at the widest moment of the layer."""
+        return self.widest_rows + 3 * self.num_channels, 0
+
+    def num_parameters(self, hidden_size: int) -> int:
+        projections = (self.widest_rows + self.num_channels) * hidden_size
+        biases = (self.widest_rows + self.num_channels + hidden_size) * self.has_bias
+        return projections + self.num_channels * self.conv_width + biases
+
+
+RecurrentSpec = DeltaSpec | MambaSpec | ConvSpec
 
 
 def state_bytes(spec: RecurrentSpec, dtype_bytes: int) -> int:

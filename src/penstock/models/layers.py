@@ -103,12 +103,19 @@ class GatedMlp:
     gate_up: Linear | QuantizedLinear
     down: Linear | QuantizedLinear
     activation: str
+    gate_scale: float = 1.0
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return self.down(gated_activation(self.gate_up(x_TM), self.activation))
+        return self.down(self._inner(x_TM))
 
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
-        self.down.add_to(out_TM, gated_activation(self.gate_up(x_TM), self.activation))
+        self.down.add_to(out_TM, self._inner(x_TM))
+
+    def _inner(self, x_TM: torch.Tensor) -> torch.Tensor:
+        gate_up_TF = self.gate_up(x_TM)
+        if self.gate_scale != 1.0:
+            gate_up_TF.chunk(2, dim=-1)[0].mul_(self.gate_scale)
+        return gated_activation(gate_up_TF, self.activation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class Mamba:
     a_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
     skip_H: torch.Tensor
-    norm: RmsNorm
+    norm: RmsNorm | None
     output: Linear
 
     @classmethod
@@ -45,14 +45,16 @@ class Mamba:
             a_log_H=torch.empty(spec.num_heads, device=device),
             dt_bias_H=torch.empty(spec.num_heads, device=device),
             skip_H=torch.empty(spec.num_heads, device=device),
-            norm=RmsNorm(weight=torch.empty(spec.inner_width, device=device), eps=norm_eps),
+            norm=RmsNorm(weight=torch.empty(spec.inner_width, device=device), eps=norm_eps) if spec.has_norm else None,
             output=linear(hidden_size, spec.inner_width),
         )
 
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
         """[T, inner width]: what the output projection is given. The states of the step's chunks advance."""
         spec = self.spec
-        gate, channels_TC, steps_TH = self.input(x_TM).split([spec.inner_width, spec.num_channels, spec.num_heads], -1)
+        gate, channels_TC, steps_TH = self._project(x_TM).split(
+            [spec.inner_width, spec.num_channels, spec.num_heads], -1
+        )
         mixed_TC = convolve(channels_TC, self.conv_CW, self.conv_bias_C, inputs, state.tails_SWC)
         x, written_along, read_by = mixed_TC.split([spec.inner_width, spec.group_width, spec.group_width], -1)
         x_THP = x.unflatten(-1, (spec.num_heads, spec.head_size)).float()
@@ -64,10 +66,24 @@ class Mamba:
             decay_NH=-self.a_log_H.exp() * time_TH,
         )
         read_THP = recur(tokens, inputs, state.matrices_SHKV).addcmul_(x_THP, self.skip_H[:, None])
-        return self._normed(read_THP.flatten(1) * F.silu(gate.float())).to(x_TM.dtype)
+        read_TI, gate_TI = read_THP.flatten(1), F.silu(gate.float())
+        if spec.norms_before_gate:
+            return self._normed(read_TI).mul_(gate_TI).to(x_TM.dtype)
+        return self._normed(read_TI * gate_TI).to(x_TM.dtype)
+
+    def _project(self, x_TM: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        projected = self.input(x_TM if spec.input_scale == 1.0 else x_TM * spec.input_scale)
+        if spec.section_scales:
+            widths = [spec.inner_width, spec.inner_width, spec.group_width, spec.group_width, spec.num_heads]
+            for section, scale in zip(projected.split(widths, -1), spec.section_scales, strict=True):
+                section *= scale
+        return projected
 
     def _normed(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Normalises each group of heads by itself; transformers before 5.23 took them all together."""
+        if self.norm is None:
+            return x_TI
         if self.spec.num_groups == 1:
             return self.norm(x_TI)
         x_TGI = x_TI.unflatten(-1, (self.spec.num_groups, -1))
@@ -92,4 +108,5 @@ class Mamba:
         yield f"{prefix}.A_log", self.a_log_H
         yield f"{prefix}.dt_bias", self.dt_bias_H
         yield f"{prefix}.D", self.skip_H
-        yield f"{prefix}.norm.weight", self.norm.weight
+        if self.norm is not None:
+            yield f"{prefix}.norm.weight", self.norm.weight

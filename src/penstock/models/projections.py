@@ -50,13 +50,13 @@ def outer_projection(spec: DecoderSpec, role: Literal["embeddings", "head"]) -> 
 def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
     layer, found = spec.layers[index], []
     heads, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    if not layer.is_recurrent:
+    if layer.has_attention:
         prefix = f"model.layers.{index}.self_attn"
         separate = [(f"{prefix}.q_proj", spec.q_rows), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
         fused = [(f"{prefix}.qkv_proj", spec.qkv_rows)]
         found.append(_projection(spec, "qkv", fused if spec.has_fused_qkv else separate, spec.hidden_size))
         found.append(_projection(spec, "output", [(f"{prefix}.o_proj", spec.hidden_size)], heads))
-    if not layer.has_experts:
+    if layer.has_mlp and not layer.has_experts:
         prefix, inner = f"model.layers.{index}.mlp", spec.intermediate_size
         separate = [(f"{prefix}.gate_proj", inner)] * spec.is_gated + [(f"{prefix}.up_proj", inner)]
         fused = [(f"{prefix}.gate_up_proj", 2 * inner)]

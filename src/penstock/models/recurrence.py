@@ -50,8 +50,13 @@ def convolve(
     bias_C: torch.Tensor | None,
     inputs: ForwardInputs,
     tails_SWC: torch.Tensor,
+    *,
+    activates: bool = True,
 ) -> torch.Tensor:
-    """Causal, each channel by itself, then silu. A tail holds the inputs before a chunk, and then before the next."""
+    """Causal, each channel by itself, then silu if it activates.
+
+    A tail holds the inputs before a chunk, and then before the next.
+    """
     out_TC = torch.empty_like(x_TC)
     for rows, slot in inputs.longer_chunks():
         padded = torch.cat([tails_SWC[slot], x_TC[rows]])
@@ -67,7 +72,7 @@ def convolve(
         out_TC[rows_B] = (padded_BWC * conv_CW.t()).sum(1)
     if bias_C is not None:
         out_TC += bias_C
-    return F.silu(out_TC, inplace=True)
+    return F.silu(out_TC, inplace=True) if activates else out_TC
 
 
 def recur(

@@ -52,10 +52,10 @@ def _expert_bytes(spec: DecoderSpec, dtype_bytes: int) -> int:
 def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
     if spec.recurrent is None:
         return {}
-    num_layers = len(spec.recurrent_layers)
+    num_layers, num_without_attention = len(spec.recurrent_layers), spec.num_layers - spec.num_attention_layers
     in_dtype, in_float32 = spec.recurrent.values_per_token
     return {
-        "num_recurrent_layers": num_layers,
+        "num_recurrent_layers": num_without_attention,
         "state_bytes": num_layers * state_bytes(spec.recurrent, dtype_bytes),
         "recurrent_bytes_per_token": in_dtype * dtype_bytes + in_float32 * 4,
     }

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.families import EXPERT_NAMES, FAMILIES, Family
-from penstock.models.layer_specs import DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec
+from penstock.models.layer_specs import ConvSpec, DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec, SigmoidRouting
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
 LOCAL_THETA = {"olmo3": 500_000.0}  # of layers with a window, where a config names none
+RECURRENT_KINDS = ("linear_attention", "mamba", "conv")
+SIGMOID_EPS = {"lfm2": 1e-6, "nemotron": 1e-20, "deepseek": 1e-20}  # of mixtures with a score for each expert
 NUM_XIELU = 4  # numbers of an activation that is learnt
 # Where a config names none.
 ROTARY_SECTIONS = {
@@ -53,7 +55,9 @@ class LayerSpec:
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all
     rotary: str | None  # key into DecoderSpec.rotaries; None: no position encoding
     has_experts: bool = False
-    is_recurrent: bool = False  # carries state in place of attention
+    is_recurrent: bool = False  # carries state
+    has_attention: bool = True
+    has_mlp: bool = True  # or experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,9 @@ class DecoderSpec:
     recurrent: RecurrentSpec | None = None  # of the layers that are
     residual_scale: float = 1.0  # of what a layer adds
     logit_scale: float = 1.0
+    attention_input_scale: float = 1.0
+    attention_output_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # of what is activated, and of what an MLP gives
     renames: tuple[tuple[str, str], ...] = ()  # (our part of a name, the checkpoint's)
 
     @property
@@ -108,7 +115,12 @@ class DecoderSpec:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.num_layers - len(self.recurrent_layers)
+        return sum(layer.has_attention for layer in self.layers)
+
+    @property
+    def num_mixed(self) -> int:
+        """Counts the layers in which tokens see each other."""
+        return sum(layer.has_attention or layer.is_recurrent for layer in self.layers)
 
     @property
     def q_rows(self) -> int:
@@ -129,7 +141,9 @@ class DecoderSpec:
         num_sparse = sum(layer.has_experts for layer in self.layers)
         sparse = self.experts.num_parameters(self.hidden_size) if self.experts else 0
         norm = self.hidden_size * (1 + self.has_norm_biases)
-        norms = (1 if self.is_parallel else 2) * norm * (self.norms_inputs + self.norms_outputs)
+        num_mlps = sum(layer.has_mlp for layer in self.layers)
+        num_norms = self.num_layers if self.is_parallel else self.num_mixed + num_mlps
+        norms = num_norms * norm * (self.norms_inputs + self.norms_outputs)
         if self.qk_norm in ("head", "rotated head"):
             attention += 2 * self.head_size
         elif self.qk_norm == "projection":
@@ -138,14 +152,14 @@ class DecoderSpec:
             self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
         )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        mlps = (self.num_layers - num_sparse) * mlp + num_sparse * sparse
+        mlps = (num_mlps - num_sparse) * mlp + num_sparse * sparse
         mixers = self.num_attention_layers * attention + recurrent
-        return mixers + self.num_layers * norms + mlps + norm + embeddings
+        return mixers + norms + mlps + norm + embeddings
 
     @property
     def attention_growth(self) -> float:
         """Estimates what each position before a token adds to its cost, as a share of that of the first; 0: unknown."""
-        num_growing = sum(layer.window is None and not layer.is_recurrent for layer in self.layers)
+        num_growing = sum(layer.window is None and layer.has_attention for layer in self.layers)
         if self.experts is not None or not num_growing:
             return 0.0
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
@@ -154,7 +168,7 @@ class DecoderSpec:
     @property
     def widest_mlp(self) -> int:
         """Intermediate values of a token in the layer that has most; all tokens may choose one expert."""
-        is_dense = not all(layer.has_experts for layer in self.layers)
+        is_dense = any(layer.has_mlp and not layer.has_experts for layer in self.layers)
         of_experts = max(self.experts.intermediate_size, self.experts.shared_size) if self.experts else 0
         return max(of_experts, self.intermediate_size if is_dense else 0)
 
@@ -180,6 +194,8 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     family = FAMILIES[str(model_type)]
     named = {ours: config[theirs] for ours, theirs in family.keys.items() if theirs in config}
     config = {**family.defaults, **config, **named}
+    if model_type == "nemotron_h":
+        config |= _nemotron_layers(config)
     for key, value in family.known.items():
         if config.get(key) not in (None, value):
             raise UnsupportedModel(
@@ -217,7 +233,7 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "head_size": head_size,
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "max_context": int(config["max_position_embeddings"]),
-        "layers": _layers(model_type, family, config, num_layers),
+        "layers": (layers := _layers(model_type, family, config, num_layers)),
         "rotaries": _rotaries(model_type, family, config, head_size),
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
@@ -229,10 +245,14 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
         "experts": _experts(family, config),
-        "recurrent": _recurrent(model_type, family, config),
+        "recurrent": _recurrent(model_type, family, config) if any(layer.is_recurrent for layer in layers) else None,
     }
     if model_type.startswith("granite"):
         values |= _granite_scales(config)
+    if model_type == "falcon_h1":
+        values |= _falcon_scales(config, values["attention_scale"])
+    if model_type == "lfm2":
+        values["intermediate_size"] = _lfm2_width(config)
     return DecoderSpec(**(values | dict(family.traits)))
 
 
@@ -242,6 +262,47 @@ def _query_scale(config: Mapping[str, Any]) -> QueryScale | None:
     if beta is None:
         return None
     return QueryScale(beta=float(beta), original_context=int(parameters["original_max_position_embeddings"]))
+
+
+def _nemotron_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What each layer is, in either spelling; and of its Mamba 2, what other families say in their configs."""
+    names = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    pattern = config.get("hybrid_override_pattern")
+    given = config.get("layers_block_type") or config.get("layer_types") or [names[one] for one in pattern or "ME*-"]
+    kinds = [{"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind) for kind in given]
+    if unknown := set(kinds) - set(names.values()):
+        raise UnsupportedModel(f"Layers of the kind {', '.join(sorted(unknown))} have no native form.")
+    return {
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "mamba_d_ssm": config["mamba_n_heads"] * config["mamba_d_head"],
+        # What transformers clamps to, whatever time_step_limit says.
+        "time_step_limit": (config["time_step_min"], float("inf")),
+    }
+
+
+def _falcon_scales(config: Mapping[str, Any], attention_scale: float) -> dict[str, Any]:
+    """Keys are scaled with the scores; the rest is scaled where it stands."""
+    gate, down = config.get("mlp_multipliers") or (1.0, 1.0)
+    return {
+        "embedding_scale": float(config["embedding_multiplier"]),
+        "logit_scale": float(config["lm_head_multiplier"]),
+        "attention_scale": attention_scale * float(config["key_multiplier"]),
+        "attention_input_scale": float(config["attention_in_multiplier"]),
+        "attention_output_scale": float(config["attention_out_multiplier"]),
+        "mlp_scales": (float(gate), float(down)),
+    }
+
+
+def _lfm2_width(config: Mapping[str, Any]) -> int:
+    width = int(config.get("block_ff_dim") or config["intermediate_size"])
+    if not config["block_auto_adjust_ff_dim"]:
+        return width
+    width = int(2 * width / 3)
+    if (factor := config["block_ffn_dim_multiplier"]) is None:
+        return width
+    multiple = int(config["block_multiple_of"])
+    return -(-int(factor * width) // multiple) * multiple
 
 
 def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +323,7 @@ def _layers(model_type: str, family: Family, config: Mapping[str, Any], num_laye
     if family.recurrent or family.sliding == "by-layer-type":
         kinds = _layer_types(family, config, num_layers)
     rotaries = {"sliding_attention": "local"} if family.has_local_rotary else {}
+    kinds = kinds[:num_layers]
     rotates_all = family.rotates == "all" or (family.rotates == "windows" and not window)
     return tuple(
         LayerSpec(
@@ -269,16 +331,20 @@ def _layers(model_type: str, family: Family, config: Mapping[str, Any], num_laye
             rotary=rotaries.get(kind, "global")
             if (rotates_all or kind == "sliding_attention") and _has_rotary(model_type, config, index)
             else None,
-            has_experts=_has_experts(family, config, index),
-            is_recurrent=family.recurrent is not None and kind in ("linear_attention", "mamba"),
+            has_experts=kind == "moe" if family.has_one_part else _has_experts(family, config, index),
+            is_recurrent=family.is_doubled or (family.recurrent is not None and kind in RECURRENT_KINDS),
+            has_attention=family.is_doubled or not (family.recurrent and kind in (*RECURRENT_KINDS, "moe", "mlp")),
+            has_mlp=not family.has_one_part or kind in ("moe", "mlp"),
         )
-        for index, kind in enumerate(kinds[:num_layers])
+        for index, kind in enumerate(kinds)
     )
 
 
 def _has_rotary(model_type: str, config: Mapping[str, Any], layer: int) -> bool:
     if model_type == "granitemoehybrid":
         return config.get("position_embedding_type") == "rope"
+    if model_type == "nemotron_h":
+        return False
     if model_type == "smollm3":
         given = config.get("no_rope_layers")
         return bool(given[layer]) if given else (layer + 1) % int(config.get("no_rope_layer_interval") or 4) != 0
@@ -291,7 +357,8 @@ def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
     count = config["num_experts"] if config.get("num_local_experts") is None else config["num_local_experts"]
     if not count:
         return None
-    is_clamped = family.experts == "gpt-oss"
+    is_clamped, shared_size = family.experts == "gpt-oss", int(config.get("n_shared_experts") or 0)
+    shared_size *= int(config.get("moe_intermediate_size") or 0)
     return ExpertsSpec(
         num_experts=int(count),
         num_active=int(config["num_experts_per_tok"]),
@@ -301,8 +368,22 @@ def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
         has_biases=is_clamped,
         clamp=float(config.get("swiglu_limit", 7.0)) if is_clamped else None,
         clamp_alpha=float(config.get("swiglu_alpha", 1.702)),
-        shared_size=int(config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size") or 0),
-        has_shared_gate=family.experts != "granite",
+        shared_size=int(
+            config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size") or shared_size
+        ),
+        has_shared_gate=family.experts in ("qwen", "mixtral"),
+        is_gated=bool(family.traits.get("is_gated", True)),
+        sigmoid=_sigmoid(family, config) if family.experts in SIGMOID_EPS else None,
+    )
+
+
+def _sigmoid(family: Family, config: Mapping[str, Any]) -> SigmoidRouting:
+    return SigmoidRouting(
+        has_bias=bool(config.get("use_expert_bias", True)),
+        num_groups=int(config.get("n_group") or 1),
+        num_active_groups=int(config.get("topk_group") or 1),
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        eps=SIGMOID_EPS[str(family.experts)],
     )
 
 
@@ -319,12 +400,15 @@ def _recurrent(model_type: str, family: Family, config: Mapping[str, Any]) -> Re
             conv_width=int(config["linear_conv_kernel_dim"]),
             is_grouped=model_type == "qwen3_next",
         )
+    if family.recurrent == "conv":
+        width, channels = int(config["conv_L_cache"]), int(config["hidden_size"])
+        return ConvSpec(num_channels=channels, conv_width=width, has_bias=bool(config.get("conv_bias")))
     return _mamba(config) if family.recurrent == "mamba" else None
 
 
 def _mamba(config: Mapping[str, Any]) -> MambaSpec:
     heads, groups = int(config["mamba_n_heads"]), int(config["mamba_n_groups"])
-    inner = int(config.get("mamba_expand", 2) * int(config["hidden_size"]))
+    inner = int(config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * int(config["hidden_size"]))
     head_size = config.get("mamba_d_head", "auto")
     head_size = inner // heads if head_size == "auto" else int(head_size)
     if heads % groups or heads * head_size != inner:
@@ -339,6 +423,11 @@ def _mamba(config: Mapping[str, Any]) -> MambaSpec:
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
         has_bias=bool(config.get("mamba_proj_bias", False)),
         time_step_limits=(low, high),
+        has_norm=bool(config.get("mamba_rms_norm", True)),
+        norms_before_gate=bool(config.get("mamba_norm_before_gate", False)),
+        input_scale=float(config.get("ssm_in_multiplier") or 1.0),
+        section_scales=tuple(float(scale) for scale in config.get("ssm_multipliers") or ()),
+        output_scale=float(config.get("ssm_out_multiplier") or 1.0),
     )
 
 
@@ -350,12 +439,14 @@ def _float(value: Any) -> float:
 def _has_experts(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     if family.experts is None or config.get("num_local_experts") == 0:
         return False
-    is_dense = layer in (config.get("mlp_only_layers") or ())
+    is_dense = layer in (config.get("mlp_only_layers") or ()) or layer < int(config.get("num_dense_layers") or 0)
     return not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
 def _layer_types(family: Family, config: Mapping[str, Any], num_layers: int) -> list[str]:
     """Given by name, by their period, by the places of the attention layers, or by the first that slides."""
+    if family.is_doubled:
+        return ["hybrid"] * num_layers
     if given := config.get("layer_types"):
         if len(given) < num_layers:
             raise ValueError(f"{len(given)} layer_types for {num_layers} layers")
@@ -366,9 +457,11 @@ def _layer_types(family: Family, config: Mapping[str, Any], num_layers: int) -> 
         is_full = [(index + 1) % interval == 0 for index in range(num_layers)]
     elif family.recurrent == "mamba":
         is_full = [index in (config.get("attn_layer_indices") or ()) for index in range(num_layers)]
+    elif family.recurrent == "conv":
+        is_full = [index in (config.get("full_attn_idxs") or range(num_layers)) for index in range(num_layers)]
     else:
         is_full = [index < int(config.get("max_window_layers") or 0) for index in range(num_layers)]
-    other = {"delta": "linear_attention", "mamba": "mamba", None: "sliding_attention"}[family.recurrent]
+    other = {"delta": "linear_attention", "mamba": "mamba", "conv": "conv", None: "sliding_attention"}[family.recurrent]
     return ["full_attention" if flag else other for flag in is_full]
 
 
