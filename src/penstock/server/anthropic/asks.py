@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from penstock.server.openai.asks import MAX_STOPS, Ask, ChunkSize, JsonObject, OtherTool, text_or_items
+from penstock.server.openai.asks import FIRST_MISTAKE, MAX_STOPS, Ask, ChunkSize, JsonObject, OtherTool, text_or_items
 from penstock.server.openai.chat_asks import MAX_TOOLS, ChatAsk
 
 BILLING = "x-anthropic-billing-header"  # differs from request to request, and would end every shared prefix
@@ -87,7 +87,7 @@ Shown = Annotated[
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Shown] | None = None
+    content: str | Annotated[list[Shown], FIRST_MISTAKE] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": _chat_content(self.content or "")}
@@ -102,7 +102,9 @@ AnyBlock = Annotated[
     | Annotated[OtherBlock, Tag("other")],
     Discriminator(_block_kind),
 ]
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[AnyBlock], Tag("items")], Discriminator(text_or_items)]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[AnyBlock], FIRST_MISTAKE, Tag("items")], Discriminator(text_or_items)
+]
 
 
 class AnthropicMessage(Block):
@@ -201,9 +203,9 @@ class CountAsk(Ask):
     """A conversation. What it brings beside that is metadata: it changes nothing."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1), FIRST_MISTAKE]
+    system: str | Annotated[list[TextBlock], FIRST_MISTAKE] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS), FIRST_MISTAKE] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
