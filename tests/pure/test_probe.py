@@ -80,6 +80,7 @@ def test_reasoning_is_found_in_the_prompt_or_in_the_template(turns):
     assert forms.reasoning.name == "think"
     assert forms.answer_format("...<think>\n", None).is_reasoning_open
     assert not forms.answer_format("...<think>\n\n</think>\n\n", None).is_reasoning_open
+    assert forms.answer_format(forms.prompt, None).is_reasoning_open == ("<think>" in turns)
     assert forms.answer_format("", None).calls is None
     assert forms.answer_format("", {}).calls is not None
 

@@ -38,6 +38,7 @@ Rendered = Callable[..., str]
 class TemplateForms:
     """What a chat template shows and expects."""
 
+    prompt: str = ""  # an example
     shows_tools: bool = False
     calls: CallFormat | None = None  # None: it shows none that can be read
     reasoning: ReasoningFormat | None = None
@@ -73,7 +74,7 @@ def probe(rendered: Rendered, source: str = "") -> TemplateForms:
 
     def shown(*messages: dict[str, Any], **variables: Any) -> str:
         try:
-            return rendered(messages, tools=[_TOOL], **variables)
+            return rendered(messages, **{"tools": [_TOOL], **variables})
         except InvalidPrompt:
             return ""
 
@@ -92,6 +93,7 @@ def probe(rendered: Rendered, source: str = "") -> TemplateForms:
     else:
         calls, arguments = _announced(prompt, source, turns), _ARGUMENTS
     return TemplateForms(
+        prompt=shown(_USER, tools=None),
         shows_tools=any(_NAME in text for text in (prompt, shown(_SYSTEM, _USER))),
         calls=calls,
         reasoning=_reasoning(prompt + source),

@@ -50,7 +50,7 @@ def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, 
     if engine.lane.reads_images or any(message.has_images for message in ask.messages):
         if ask.offered_tools:
             raise InvalidPrompt("Tools beside an image-text model are not read. Leave the tools out.")
-        return messages, forms.answer_format("", None)
+        return messages, forms.answer_format(forms.prompt, None)
     known = reader.template.knobs if reader.template else frozenset()
     knobs = {name: value for name, value in ask.knobs.items() if name in known}
     if not ask.offered_tools:
