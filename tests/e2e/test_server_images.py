@@ -1,5 +1,6 @@
 """Images in requests: data URLs reach the model as the same picture does from a program."""
 
+import asyncio
 import base64
 import io
 
@@ -10,7 +11,10 @@ from server_process import serving
 from tiny_models import save_tokenizer
 from tiny_vision_models import llava_processor, pictures, tiny_vision_model
 
+from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.server.app import make_app
+from penstock.server.settings import ServerSettings
 
 TEMPLATE = (
     "{% for message in messages %}{{ ' ' + message['role'] }}{% for part in message['content'] %}"
@@ -63,3 +67,40 @@ def test_a_data_url_is_the_picture_itself(folder):
     assert broken.status_code == 400
     places = scored.json()["choices"][0]["prompt_logprobs"]
     assert len(places) == scored.json()["usage"]["prompt_tokens"] > 1, "text beside no image is scored like any other"
+
+
+WITH_TOOLS = "{% for tool in tools or () %} w7 {{ tool.function.name }} w8{% endfor %}" + TEMPLATE
+TOOL = {"type": "function", "function": {"name": "w6", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_a_conversation_without_images_has_tools_and_reads_as_it_does_in_the_text_part_alone(tmp_path, text_only):
+    tiny_vision_model("llava").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    processor = llava_processor()
+    processor.chat_template = WITH_TOOLS
+    processor.save_pretrained(tmp_path)
+    config = EngineConfig(dtype="float32", device="cpu", memory=4 << 30, threads=1, text_only=text_only)
+    url = "data:image/png;base64," + base64.b64encode(png(pictures(1)[0])).decode()
+    text = [{"type": "text", "text": "w3 w4"}]
+    bodies = [
+        {"messages": [{"role": "user", "content": "w3 w4"}]},
+        {"messages": [{"role": "user", "content": text}], "tools": [TOOL]},
+        {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}],
+            "tools": [TOOL],
+        },
+    ]
+
+    async def asking():
+        app = make_app(ServerSettings(model=str(tmp_path), tool_parser="hermes"), config)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), client:
+            await app.state.loading
+            fixed = {"model": str(tmp_path), "max_tokens": 1}
+            return [await client.post("/v1/chat/completions", json=fixed | body) for body in bodies]
+
+    plain, with_tools, with_both = asyncio.run(asking())
+    assert [answer.json()["usage"]["prompt_tokens"] for answer in (plain, with_tools)] == [4, 7]
+    assert with_both.status_code == 400
+    assert "Tools beside images" in with_both.json()["error"]["message"]

@@ -75,7 +75,10 @@ class PromptReader:
         return self.rendered_tokens(self.rendered(messages, **variables))
 
     def rendered_tokens(self, text: str) -> list[int]:
-        return self._encoded(text, add_special_tokens=False)
+        return self._encoded(text, add_special_tokens=self.reads_images and not self._begins_with_bos(text))
+
+    def _begins_with_bos(self, text: str) -> bool:
+        return bool(self.bos_token) and text.startswith(str(self.bos_token))
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes a text, and refuses one that is far too long before all of it is: 32 MiB take a minute and 6 GB."""
@@ -94,7 +97,9 @@ class PromptReader:
     def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
             raise InvalidPrompt("The model has no chat template, so messages cannot be rendered. Give a text instead.")
-        if self.is_text_part and self.template.split([{"role": "user", "content": ""}], 0) is None:
+        if (self.is_text_part or self.reads_images) and self.template.split(
+            [{"role": "user", "content": ""}], 0
+        ) is None:
             messages = [in_parts(message) for message in messages]
         return self.template.render(messages, **variables)
 
@@ -147,8 +152,7 @@ class PromptReader:
         """Renders messages to (text, its images in order, whether special tokens are to be added)."""
         opened = with_images(messages, images)
         text = self.rendered([bare(message) for message in opened])
-        begins_with_bos = bool(self.bos_token) and text.startswith(str(self.bos_token))
-        return text, tuple(images_of(opened)), not begins_with_bos
+        return text, tuple(images_of(opened)), not self._begins_with_bos(text)
 
     def _feed(
         self, parts: Sequence[TextPart], frame: tuple[str, str], notes: tuple[str, ...], *, add_special_tokens: bool

@@ -40,16 +40,12 @@ async def num_tokens(service: Service, ask: ChatAsk) -> int:
 
 
 def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
-    """Gives tokens, and how the answer will be read.
-
-    Of an image-text model it gives the messages themselves, which the engine reads with their images.
-    """
-    engine = service.engine.engine
-    reader, forms = engine.prompts, service.forms
+    """Gives tokens, and how the answer will be read; messages with images go to the engine as they are."""
+    reader, forms = service.engine.engine.prompts, service.forms
     messages = service.messages(ask.messages)
-    if engine.lane.reads_images or any(message.has_images for message in ask.messages):
+    if any(message.has_images for message in ask.messages):
         if ask.offered_tools:
-            raise InvalidPrompt("Tools beside an image-text model are not read. Leave the tools out.")
+            raise InvalidPrompt("Tools beside images are not read. Leave the tools or the images out.")
         return messages, forms.answer_format(forms.prompt, None)
     known = reader.template.knobs if reader.template else frozenset()
     knobs = {name: value for name, value in ask.knobs.items() if name in known}
