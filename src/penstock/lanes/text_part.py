@@ -9,9 +9,10 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting, UnsupportedModel
+from penstock.lanes.native_text_kind import NATIVE_TEXT
 from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles
-from penstock.models.media_spec import NATIVE_MEDIA, library_text_config, media_text_config
+from penstock.models.media_spec import NATIVE_MEDIA, media_text_config
 
 ASKED_FOR = "asked for by --text-only"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # one of them says how images become tensors
@@ -68,14 +69,14 @@ def why_no_images(files: ModelFiles) -> str:
 def _text_config(files: ModelFiles, *, must_be_native: bool) -> dict[str, Any] | None:
     """The text part's config with what holds for all parts; None where nothing runs that part by itself."""
     kind = (files.config.get("text_config") or {}).get("model_type")
-    is_native = kind in FAMILIES if kind else files.config.get("model_type") in NATIVE_MEDIA
-    if must_be_native and not is_native:
+    may_be_native = kind in FAMILIES if kind else files.config.get("model_type") in NATIVE_MEDIA
+    if must_be_native and not may_be_native:
         return None
-    text = media_text_config(files) if is_native else library_text_config(files)
-    if not is_native:
+    text = media_text_config(files)
+    if not NATIVE_TEXT.claim(text).eligible:
         from penstock.foreign.pretrained import is_causal
 
-        if text.get("use_bidirectional_attention") or not is_causal(str(text.get("model_type"))):
+        if must_be_native or text.get("use_bidirectional_attention") or not is_causal(str(text.get("model_type"))):
             return None
     of_all = {name: files.config[name] for name in OF_ALL_PARTS if text.get(name) is None and name in files.config}
     return {**text, **of_all}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles
 from penstock.models.spec import DecoderSpec, decoder_spec
 
@@ -41,7 +42,11 @@ REQUIRED = (
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The decoder's config as the file says it; None where the file leaves values to the library."""
     text = config.get("text_config")
-    if not isinstance(text, Mapping) or any(text.get(name) is None for name in REQUIRED):
+    if not isinstance(text, Mapping):
+        return None
+    family = FAMILIES.get(str(text.get("model_type")))
+    own_names = {} if family is None else family.keys
+    if any(text.get(own_names.get(name, name)) is None for name in REQUIRED):
         return None
     if str(text["model_type"]).startswith("gemma3") and "head_dim" not in text:
         return None
@@ -49,9 +54,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def media_text_config(files: ModelFiles) -> dict[str, Any]:
-    text = text_part(files.config) or text_part({"text_config": library_text_config(files)})
-    assert text is not None, "the library's config is whole"
-    return text
+    return text_part(files.config) or library_text_config(files)
 
 
 def library_text_config(files: ModelFiles) -> dict[str, Any]:
