@@ -26,7 +26,9 @@ IMAGE_TEMPLATE = (
 )
 LANE_MODELS = ("smollm2", "generic", "recurrent", "whole", "source", "images")
 # Times, bytes of this process, and what follows from them.
-MEASURED = re.compile(r"(^|_)(ms|s|per_s|at)$|^(measured|predicted|memory_bytes|predicted_bytes|num_blocks|kv_share)$")
+MEASURED = re.compile(
+    r"(^|_)(ms|s|per_s|at)$|^(measured|predicted|memory_bytes|predicted_bytes|num_blocks|kv_share|max_difference)$"
+)
 MACHINE_TOPICS = ("packages", "threads", "load", "processor", "GPU", "memory", "swap", "attention")
 
 
