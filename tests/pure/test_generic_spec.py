@@ -71,7 +71,7 @@ def test_stored_parameters_are_counted_in_the_headers(tmp_path):
     header = json.dumps({"__metadata__": {}, "a": a, "b": b}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(29))
-    found = SimpleNamespace(gguf=None, weight_files=(), folder=tmp_path)
+    found = SimpleNamespace(gguf=None, weight_files=(), folder=tmp_path, why_text_only="")
     assert num_stored_parameters(found) == 17
     path.write_bytes(struct.pack("<Q", 2**60))
     with pytest.raises(InvalidModelFile, match="not a usable safetensors file"):

@@ -213,7 +213,7 @@ HOSTILE = {
     "a list, copied": LISTED.replace("LISTED", "x.copy()"),
     "a range, counted": LISTED.replace("LISTED", "range(99999).count(0.5)"),
     "a dict, copied": LISTED.replace("LISTED", "y.copy()"),
-    "keys that hash alike": "{% set n = 2 ** 61 - 1 %}{{ {" + ", ".join(f"{i} * n: 0" for i in range(1, 99)) + "} }}",
+    "keys that hash alike": "{% set n = 2 ** 61 - 1 %}{{ {" + ", ".join(f"{i} * n: 0" for i in range(1, 800)) + "} }}",
     "numbers that hash alike": "{% set n = namespace(x=[]) %}{% for i in range(3000) %}"
     "{% set n.x = n.x + [i * (2 ** 61 - 1)] %}{% endfor %}{{ n.x | unique | list }}",
     "sums": "{{ ([[1] * 9999] * 9999) | sum(start=[]) }}",

@@ -99,7 +99,10 @@ def probe(name: str, axis: str | None = None) -> Callable[[Callable[[Measuring],
 @probe("start-up")
 def start_up(measuring: Measuring) -> None:
     """Times commands that need no torch, from the start of their process to its end."""
-    commands = {"penstock --help": ("--help",), "penstock plan": ("plan", measuring.bench.settings.model)}
+    commands = {
+        "penstock --help": ("--help",),
+        "penstock plan": ("plan", measuring.bench.settings.model, "--prompt-tokens", "64"),
+    }
     for _ in measuring.rounds():
         for name, arguments in commands.items():
             started = time.perf_counter()

@@ -26,6 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 _MAX_INTEGER_BITS = 4_096
 _HASHED_ALIKE = 2**61 - 1  # Python hashes all multiples of it alike: a dict of them takes quadratic time
+_STEPS_HASHED_ALIKE = 400  # of such a number: a rendering can afford some hundreds
 _MAX_INDENT = 16
 _READ_PER_BUILT = 4  # characters that are looked through for the price of one that is built
 _VARIABLES_OF_JINJA = frozenset({"_loop_vars", "_block_vars"})  # it adds them to calls, and takes them away again
@@ -125,7 +126,7 @@ def _pay_for_reading(value: Any) -> int:
             _budget.get().spend(characters=length(leaf) // _READ_PER_BUILT)
             num_opaque += isinstance(leaf, Opaque)
         elif isinstance(leaf, (int, float)) and abs(leaf) >= _HASHED_ALIKE:
-            raise SecurityError("it compares or hashes a number of 2**61 - 1 or more")
+            _budget.get().spend(steps=_STEPS_HASHED_ALIKE)
     return num_opaque
 
 
