@@ -92,7 +92,7 @@ def failures_with(model: str, folder: Path) -> dict[str, str]:
     environment["PENSTOCK_THREADS"] = "1"  # several threads on a busy machine wait for each other
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), environment.get("PYTHONPATH")]))
     command = [sys.executable, documentation.__file__, "pages.json", "failures.json", model]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1740)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "failures.json").read_text())
 
