@@ -100,7 +100,8 @@ def test_plan_draws_the_peak_against_the_chunk_size():
 def test_plan_says_why_a_prompt_does_not_fit_and_that_nothing_was_adjusted():
     shown = penstock("plan", "--prompt-tokens", 20_000, "--memory", "3GiB")
     assert shown.returncode == 1
-    *_, verdict = shown.stdout.decode().splitlines()
+    title, *_, verdict = shown.stdout.decode().splitlines()
+    assert title.endswith(", 20,000 tokens")  # on one line, however narrow the table is
     assert verdict.startswith("does not fit (20000 tokens leave no room for an answer in the context of 8192)")
     assert verdict.endswith("raise --context to 20256")
     assert b"adjusted" not in shown.stdout
@@ -232,6 +233,9 @@ def test_an_answer_that_is_cut_is_said_to_be(tiny_folder, document):
     full = b"The answer was cut after 124 tokens: the context or the memory budget is full."  # 1,024 hold 900 and 124
     assert full in penstock(*run, 900).stderr
     assert b"was cut" not in penstock(*run, 3, "--stop", "w").stderr
+    alone = penstock(*run, 1).stderr
+    assert b"The answer was cut after 1 token: --max-tokens." in alone
+    assert b"wrote 1; peak" in alone  # the first token is the reading's: one alone has no speed
 
 
 def test_adjustments_are_reported_and_strict_refuses_them(tiny_folder, document):

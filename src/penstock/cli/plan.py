@@ -60,7 +60,8 @@ def _show(console: Console, plan: ModelPlan) -> None:
 
     prompt = plan.prompt
     packed = {"none": "", "keep": ", packed"}.get(plan.quantize, f", {plan.quantize}")
-    table = table_of(f"{plan.model} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", ["part"], ["MB"])
+    console.print(f"{plan.model} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", style="italic")
+    table = table_of(None, ["part"], ["MB"])
     for name, num_bytes in (
         ("Python, torch, libraries", prompt.runtime_bytes),
         ("weights", prompt.weight_bytes),

@@ -101,13 +101,16 @@ def summarize(console: Console, output: Output, *, memory: int | None, max_token
         return
     cached = f" ({output.num_cached_tokens:,} of them cached)" if output.num_cached_tokens else ""
     chunks = "1 chunk" if len(output.chunks) == 1 else f"{len(output.chunks)} chunks"
+    # The first token is the reading's: one alone has no speed.
+    rate = f", {output.decode_tokens_per_s:,.1f} tok/s" if len(output.token_ids) > 1 else ""
     console.print(
         f"read {output.num_prompt_tokens:,} tokens{cached} in {chunks}, "
         f"{output.prefill_s:.1f} s, {output.prefill_tokens_per_s:,.0f} tok/s; "
-        f"wrote {len(output.token_ids)}, {output.decode_tokens_per_s:,.1f} tok/s; "
+        f"wrote {len(output.token_ids)}{rate}; "
         f"peak {output.peak_bytes / MB:,.0f} MB (predicted {output.predicted_peak_bytes / MB:,.0f})",
         style="dim",
     )
     if output.finish_reason == "length":
         why = "--max-tokens" if len(output.token_ids) >= max_tokens else "the context or the memory budget is full"
-        console.print(f"The answer was cut after {len(output.token_ids)} tokens: {why}.", style="yellow")
+        written = "1 token" if len(output.token_ids) == 1 else f"{len(output.token_ids):,} tokens"
+        console.print(f"The answer was cut after {written}: {why}.", style="yellow")
