@@ -84,7 +84,7 @@ def choose_dtype(
     stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
     if stored == "float32":
         return stored
-    is_fast = device == "cuda" or has_fast_bfloat16() or (device == "cpu" and has_kernels())
+    is_fast = device == "cuda" or (device == "cpu" and (has_fast_bfloat16() or has_kernels()))
     return "bfloat16" if is_fast else "float32"
 
 
