@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 from paged_attention import BLOCK, paged
+from unlike_heads import attended_and_expected
 
 from penstock.attention.backend import AttentionRule
-from penstock.attention.cpu import QUERY_ROWS, contiguous_runs, segments
+from penstock.attention.cpu import QUERY_ROWS, CpuAttention, contiguous_runs, segments
 from penstock.request import Span
 
 RULES = {
@@ -94,3 +95,10 @@ def test_a_sink_takes_its_share_and_gives_nothing(rule):
     assert (found - expected).abs().max() < 2e-5
     without, _ = paged([(0, 37), (99, 100), (64, 90)], rule, "scattered")
     assert (found.abs() < without.abs()).all()
+
+
+def test_layers_have_heads_of_their_own_or_attend_to_what_an_earlier_one_has_stored():
+    found, expected = attended_and_expected(lambda storage, block, heads: CpuAttention(storage, block))
+    for of_layer, expected_of_layer in zip(found, expected, strict=True):
+        for one, other in zip(of_layer, expected_of_layer, strict=True):
+            assert (one - other).abs().max() < 2e-5

@@ -9,6 +9,7 @@ import torch
 from logit_recorder import LogitRecorder
 from paged_attention import paged
 from tiny_models import prompt
+from unlike_heads import attended_and_expected
 
 from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.cpu import CpuAttention
@@ -53,6 +54,7 @@ def test_it_equals_plain_attention(rule, layout):
         (5, 5, 192),
         (40, 1, 64),
         (4, 2, 256),
+        (6, 2, 512),
         (96, 32, 16),
     ],
 )
@@ -218,3 +220,15 @@ def test_it_works_on_the_threads_that_torch_has():
     )
     before, after = map(int, shown.stdout.split())
     assert before == after >= 2
+
+
+def test_layers_have_heads_of_their_own_or_attend_to_what_an_earlier_one_has_stored():
+    def make(storage, block, heads):
+        attention = CpuAttention(storage, block)
+        assert attention.compiled is not None
+        return attention
+
+    found, expected = attended_and_expected(make, torch.bfloat16)
+    for of_layer, expected_of_layer in zip(found, expected, strict=True):
+        for one, other in zip(of_layer, expected_of_layer, strict=True):
+            assert (one - other).abs().max() < TOLERANCE

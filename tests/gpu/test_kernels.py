@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from dense_attention import dense
+from unlike_heads import attended_and_expected
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -242,3 +243,13 @@ def test_flashinfer_reads_one_run_of_pages(chunk):
     found, exact = step.attended(rule, reader=FlashInferReader), step.expected(rule)
     assert found.isfinite().all()
     assert (found - exact).abs().max() <= 1.5 * (step.attended(rule) - exact).abs().max()
+
+
+def test_layers_have_heads_of_their_own_or_attend_to_what_an_earlier_one_has_stored():
+    def make(storage, block, num_heads):
+        return CudaAttention(storage, block, num_heads=num_heads)
+
+    found, expected = attended_and_expected(make, device=DEVICE)
+    for of_layer, expected_of_layer in zip(found, expected, strict=True):
+        for one, other in zip(of_layer, expected_of_layer, strict=True):
+            assert (one - other).abs().max() < 2e-5

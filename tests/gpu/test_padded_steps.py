@@ -46,10 +46,10 @@ def decoder(request):
 def attention_over(decoder):
     spec = decoder.spec
     storage = KvStorage(
-        num_layers=spec.num_attention_layers,
+        num_layers=len(spec.keeping_layers),
         num_slots=64 * BLOCK_SIZE,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
+        num_kv_heads=[layer.num_kv_heads for layer in spec.keeping_layers],
+        head_size=[layer.head_size for layer in spec.keeping_layers],
         dtype=torch.float32,
         device=DEVICE,
     )

@@ -72,6 +72,7 @@ class AttentionRule:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sees_spans: bool = True  # whether images see themselves in this layer too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ class HeadNorms:
     """Holds the norms of queries and keys, which come before they are rotated."""
 
     q: HeadNorm
-    k: HeadNorm
+    k: HeadNorm | None  # None: the layer has no keys of its own
 
 
 class AttentionBackend(Protocol):
@@ -125,14 +126,15 @@ class AttentionBackend(Protocol):
         self,
         layer: int,
         q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        k_TKD: torch.Tensor | None,
+        v_TKD: torch.Tensor | None,
         rotation: Rotation | None,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Norms and rotates queries and keys; keys and values go to the pages, the queries are returned.
 
-        The three may lie in memory in any way: as views of one product, or transposed.
+        The three may lie in memory in any way: as views of one product, or transposed. A layer that attends to
+        what an earlier one has stored gives queries alone.
         """
         ...
 

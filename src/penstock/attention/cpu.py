@@ -124,15 +124,26 @@ class CpuAttention:
         self,
         layer: int,
         q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        k_TKD: torch.Tensor | None,
+        v_TKD: torch.Tensor | None,
         rotation: Rotation | None,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         if norms is not None:
-            q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)
+            q_THD = norms.q(q_THD)
+            k_TKD = k_TKD if k_TKD is None or norms.k is None else norms.k(k_TKD)
         if self.compiled is not None and _are_bfloat16(q_THD, k_TKD, v_TKD, rotation):
             return self.compiled.store(layer, q_THD, k_TKD, v_TKD, rotation)
+        if k_TKD is not None and v_TKD is not None:
+            self._store_pages(layer, k_TKD, v_TKD, rotation)
+        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        if rotation is None:
+            rotated_THD.copy_(q_THD)
+        else:
+            rotation.apply(slice(None), q_THD, out=rotated_THD)
+        return rotated_THD
+
+    def _store_pages(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: Rotation | None) -> None:
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for row, start, end, runs in self._chunks():
             for first, last, slot in _slots(runs, start, end):
@@ -142,31 +153,29 @@ class CpuAttention:
                 else:
                     rotation.apply(rows, k_TKD[rows], out=keys[pages])
                 values[pages] = v_TKD[rows]
-        rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        if rotation is None:
-            rotated_THD.copy_(q_THD)
-        else:
-            rotation.apply(slice(None), q_THD, out=rotated_THD)
-        return rotated_THD
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
         group = q_THD.shape[1] // self.storage.keys[layer].shape[1]
-        sees_spans = self._inputs is not None and self._inputs.media is not None and any(self._inputs.media.spans)
+        sees_spans = rule.sees_spans and self._has_spans
         is_taken = q_THD.dtype == torch.bfloat16 and group <= LARGEST_GROUP and not sees_spans
         if self.compiled is not None and is_taken:
             return self.compiled.attend(layer, q_THD, rule, sinks_H)
         out_THD, part = torch.empty_like(q_THD), _by_flash if self.has_flash and rule.softcap is None else _by_scores
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for index, (row, start, end, runs) in enumerate(self._chunks()):
-            spans = self._spans(index)
+            spans = self._spans(index) if rule.sees_spans else ()
             for tile in range(start, end, QUERY_ROWS):
                 tile_end = min(tile + QUERY_ROWS, end)
                 rows = slice(row + tile - start, row + tile_end - start)
                 queries = _Tile(part, q_THD[rows], keys, values, runs, tile, tile_end, rule)
                 out_THD[rows] = queries.attended(sinks_H, spans)
         return out_THD
+
+    @property
+    def _has_spans(self) -> bool:
+        return self._inputs is not None and self._inputs.media is not None and any(self._inputs.media.spans)
 
     def _spans(self, chunk: int) -> tuple[Span, ...]:
         assert self._inputs is not None, "begin_step comes first"
@@ -187,9 +196,9 @@ class CpuAttention:
             yield starts[index], end - num_rows, end, self._runs[index]
 
 
-def _are_bfloat16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None) -> bool:
+def _are_bfloat16(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, rotation: Rotation | None) -> bool:
     tensors = (q, k, v) if rotation is None else (q, k, v, rotation.cos_T1R, rotation.sin_T1R)
-    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def _slots(runs: tuple[SlotRun, ...], start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ from penstock.cache.storage import KvStorage
 from penstock.kernels.build import ffi
 from penstock.kernels.calls import CKernels, address, c_kernels
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 LARGEST_GROUP = 64  # query heads of one key-value head
 
 
@@ -31,7 +31,7 @@ class CompiledAttention:
         self.name = f"C kernels, {kernels.instructions.name}"
         self._storage = storage
         self._library = kernels.library
-        _, num_kv_heads, head_size = storage.keys[0].shape
+        num_kv_heads, head_size = storage.heads(0)
         fields = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
         fields["parallel"] = kernels.parallel
         self._call, self._store_call = ffi().new("struct attention *", fields), ffi().new("struct store *", fields)
@@ -56,12 +56,20 @@ class CompiledAttention:
         self._call.workspace = self._workspace.data_ptr()
 
     def store(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: Rotation | None
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor | None,
+        v_TKD: torch.Tensor | None,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
-        q_THD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD, v_TKD))
+        of_keys = q_THD[:, :0] if k_TKD is None or v_TKD is None else k_TKD
+        of_values = of_keys if v_TKD is None else v_TKD
+        q_THD, of_keys, of_values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, of_keys, of_values))
         rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         call = self._store_call
-        call.queries, call.keys, call.values = heads(q_THD), heads(k_TKD), heads(v_TKD)
+        call.queries, call.keys, call.values = heads(q_THD), heads(of_keys), heads(of_values)
+        _, call.num_kv_heads, call.head_size = of_keys.shape
         call.rotated, call.num_heads = rotated_THD.data_ptr(), q_THD.shape[1]
         call.key_pages, call.value_pages = self.pages(layer)
         call.cosines = call.sines = 0
@@ -84,6 +92,7 @@ class CompiledAttention:
         call.queries, call.out = q_THD.data_ptr(), out_THD.data_ptr()
         call.keys, call.values = self.pages(layer)
         call.num_heads = q_THD.shape[1]
+        call.num_kv_heads, call.head_size = self._storage.heads(layer)
         call.window, call.scale, call.softcap = rule.window or 0, rule.scale, rule.softcap or 0.0
         sinks = None if sinks_H is None else sinks_H.float().contiguous()
         call.sinks = address(sinks)
@@ -106,8 +115,10 @@ class CompiledAttention:
 
 def make_compiled(storage: KvStorage, block_size: int) -> CompiledAttention | None:
     """None where torch has to attend."""
-    _, _, head_size = storage.keys[0].shape if storage.keys else (0, 0, 0)
-    if not storage.keys or storage.keys[0].dtype != torch.bfloat16 or head_size % 2 or head_size > LARGEST_HEAD:
+    sizes = {keys.shape[-1] for keys in storage.keys}
+    if not sizes or storage.keys[0].dtype != torch.bfloat16 or any(size % 2 for size in sizes):
+        return None
+    if max(sizes) > LARGEST_HEAD:
         return None
     kernels = c_kernels()
     return None if kernels is None else CompiledAttention(kernels, storage, block_size)

@@ -8,7 +8,7 @@ A step's layout (tiles, lengths, slots, block table) goes to the device in one c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,21 @@ class TileSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerHeads:
+    """The heads of a layer, and the tiles in which they are attended."""
+
+    num_kv_heads: int
+    group: int  # of query heads that share a key-value head
+    size: int
+    narrow: TileShape
+    wide: TileShape
+
+    @property
+    def padded_size(self) -> int:
+        return max(LEAST_ROWS, _power_of_two(self.size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """One step on the device."""
 
@@ -66,7 +81,7 @@ class StepLayout:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_table: torch.Tensor
-    tile_sets: tuple[TileSet, ...]
+    tile_sets: Mapping[LayerHeads, tuple[TileSet, ...]]
     wide: WideChunks | None = None  # those that the reader attends for
 
 
@@ -85,7 +100,10 @@ def tile_shapes(
         wide = TileShape(num_rows=max(32, least_rows), num_keys=num_keys, num_warps=4, num_stages=1, programs=2)
         return narrow, wide
     # Measured on an H200 over 32 heads of 128: few warps per program, several programs per multiprocessor.
-    if padded_size > 128:
+    if padded_size > 256:  # not measured: what is summed fills the registers of eight warps
+        narrow = TileShape(num_rows=least_rows, num_keys=16, num_warps=4, num_stages=2, programs=2)
+        wide = TileShape(num_rows=max(64, least_rows), num_keys=32, num_warps=8, num_stages=2, programs=1)
+    elif padded_size > 128:
         narrow = TileShape(num_rows=least_rows, num_keys=32, num_warps=2, num_stages=2, programs=4)
         wide = TileShape(num_rows=max(128, least_rows), num_keys=64, num_warps=8, num_stages=2, programs=1)
     else:
@@ -120,22 +138,28 @@ class CudaAttention:
     def __init__(self, storage: KvStorage, block_size: int, *, num_heads: int) -> None:
         self.storage = storage
         self.block_size = block_size
-        keys = storage.keys[0]
-        self.num_kv_heads, self.head_size = keys.shape[1:]
-        self.num_heads, self.group = num_heads, num_heads // self.num_kv_heads
-        self.device = keys.device
-        self._padded_size = max(LEAST_ROWS, _power_of_two(self.head_size))
+        self.num_heads = num_heads
+        self.device = storage.device
         self.num_processors, shared_bytes = 132, HOPPER_SHARED_BYTES
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device)
             self.num_processors, shared_bytes = card.multi_processor_count, card.shared_memory_per_block_optin
-        self._narrow, self._wide = tile_shapes(self.group, self.head_size, keys.dtype, shared_bytes)
+        known: dict[LayerHeads, LayerHeads] = {}
+        found = (self._layer_heads(layer, shared_bytes) for layer in range(len(storage.keys)))
+        self.heads = [known.setdefault(heads, heads) for heads in found]  # equal ones are the same
+        self.head_size = max(heads.size for heads in self.heads)
         self._layout: StepLayout | None = None
         self._inputs: ForwardInputs | None = None  # of a step with images
         self._block_rows: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
         self.reader: FlashInferReader | None = None  # None: our own kernels read wide chunks too
         self.name = "Triton"
         self.failure: str | None = None
+
+    def _layer_heads(self, layer: int, shared_bytes: int) -> LayerHeads:
+        num_kv_heads, size = self.storage.heads(layer)
+        group = self.num_heads // num_kv_heads
+        narrow, wide = tile_shapes(group, size, self.storage.keys[layer].dtype, shared_bytes)
+        return LayerHeads(num_kv_heads=num_kv_heads, group=group, size=size, narrow=narrow, wide=wide)
 
     def for_decodes(self, *, max_rows: int, max_context: int) -> DecodeAttention:
         return DecodeAttention(
@@ -200,8 +224,9 @@ class CudaAttention:
             sequence_ids=(0,),
             logit_rows=empty,
         )
-        q_THD = self.storage.keys[0].new_zeros(count, self.num_heads, self.head_size)
-        rule = AttentionRule(scale=self.head_size**-0.5)
+        size = self.heads[0].size
+        q_THD = self.storage.keys[0].new_zeros(count, self.num_heads, size)
+        rule = AttentionRule(scale=size**-0.5)
         self.begin_step(inputs)
         self.attend(0, q_THD, rule)  # compiles, and plans what all layers share
         times = []
@@ -220,47 +245,48 @@ class CudaAttention:
         contexts = np.array(inputs.context_lens, dtype=np.int32)
         table = self._block_table(inputs)
         counts = np.diff(starts)
-        is_narrow = counts <= self._narrow.num_rows // self.group
         wide = None
-        if self.reader is not None and self.reader.is_faster_for(counts[~is_narrow]):
-            wide = WideChunks.of(np.flatnonzero(~is_narrow), starts, contexts, table, self.block_size)
-            self.reader.begin_step(wide)
-        groups = [
-            (shape, *_tiles(np.flatnonzero(chosen & (counts > 0)), counts, contexts, shape.num_rows // self.group))
-            for shape, chosen in ((self._wide, ~is_narrow), (self._narrow, is_narrow))
-        ]
+        if self.reader is not None:
+            is_wide = counts > self.heads[0].narrow.num_rows // self.heads[0].group
+            if self.reader.is_faster_for(counts[is_wide]):
+                wide = WideChunks.of(np.flatnonzero(is_wide), starts, contexts, table, self.block_size)
+                self.reader.begin_step(wide)
+        groups = [of for heads in dict.fromkeys(self.heads) for of in _tile_groups(heads, counts, contexts)]
         slots = _slots(starts, contexts, table, self.block_size)
-        parts = [slots, starts, contexts, table, *(tiles for _, tiles, _ in groups)]
+        parts = [slots, starts, contexts, table, *(tiles for *_, tiles, _ in groups)]
         slots_T, query_starts, context_lens, block_table, *tile_tensors = self._to_device(parts)
+        tile_sets: dict[LayerHeads, tuple[TileSet, ...]] = dict.fromkeys(self.heads, ())
+        for (heads, shape, tiles, num_keys), tensor in zip(groups, tile_tensors, strict=True):
+            if len(tiles):
+                tile_sets[heads] += (TileSet(shape=shape, tiles=tensor, num_keys=num_keys),)
         self._layout = StepLayout(
             slots_T=slots_T,
             query_starts=query_starts,
             context_lens=context_lens,
             block_table=block_table,
             wide=wide,
-            tile_sets=tuple(
-                TileSet(shape=shape, tiles=tensor, num_keys=num_keys)
-                for (shape, tiles, num_keys), tensor in zip(groups, tile_tensors, strict=True)
-                if len(tiles)
-            ),
+            tile_sets=tile_sets,
         )
 
     def store(
         self,
         layer: int,
         q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
+        k_TKD: torch.Tensor | None,
+        v_TKD: torch.Tensor | None,
         rotation: Rotation | None,
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        layout = self._current_layout()
+        layout, size = self._current_layout(), q_THD.shape[-1]
         assert rotation is None or (rotation.cos_T1R.is_contiguous() and rotation.sin_T1R.is_contiguous())
-        q_THD, k_TKD, v_TKD = (self._with_heads_together(x) for x in (q_THD, k_TKD, v_TKD))
+        num_kv_heads = 0 if k_TKD is None or v_TKD is None else k_TKD.shape[1]
+        if k_TKD is None or v_TKD is None:
+            k_TKD = v_TKD = q_THD  # of which no head is read
+        q_THD, k_TKD, v_TKD = (_with_heads_together(x) for x in (q_THD, k_TKD, v_TKD))
         rotated_THD = self._place_of_queries(q_THD)
         num_half = 0 if rotation is None else rotation.cos_T1R.shape[-1]
-        if norms is not None and 2 * num_half != self.head_size:  # the kernel norms what it rotates
-            q_THD, k_TKD, norms = norms.q(q_THD), norms.k(k_TKD), None
+        if norms is not None and 2 * num_half != size:  # the kernel norms what it rotates
+            q_THD, k_TKD, norms = norms.q(q_THD), k_TKD if norms.k is None else norms.k(k_TKD), None
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         if len(q_THD):
             _kernels.rotate_and_store[(len(q_THD),)](
@@ -270,7 +296,7 @@ class CudaAttention:
                 q_THD if rotation is None else rotation.cos_T1R,
                 q_THD if rotation is None else rotation.sin_T1R,
                 q_THD if norms is None else norms.q.weight,
-                q_THD if norms is None else norms.k.weight,
+                q_THD if norms is None else (norms.k or norms.q).weight,
                 0.0 if norms is None else norms.q.eps,
                 layout.slots_T,
                 rotated_THD,
@@ -282,10 +308,10 @@ class CudaAttention:
                 keys.stride(0),
                 NUM_HEADS=q_THD.shape[1],
                 PADDED_HEADS=_power_of_two(q_THD.shape[1]),
-                NUM_KV_HEADS=self.num_kv_heads,
-                PADDED_KV_HEADS=_power_of_two(self.num_kv_heads),
-                SIZE=self.head_size,
-                PADDED_SIZE=self._padded_size,
+                NUM_KV_HEADS=num_kv_heads,
+                PADDED_KV_HEADS=_power_of_two(max(1, num_kv_heads)),
+                SIZE=size,
+                PADDED_SIZE=max(LEAST_ROWS, _power_of_two(size)),
                 HALF=num_half,
                 PADDED_HALF=_power_of_two(max(1, num_half)),
                 HAS_NORMS=norms is not None,
@@ -314,16 +340,13 @@ class CudaAttention:
             reader = self.reader  # its other kernels would be compiled in the middle of a request
         if reader is not None:
             reader.attend(layer, q_THD, out_THD, rule)
-        for tile_set in layout.tile_sets:
-            if reader is None or tile_set.shape is not self._wide:
+        heads = self.heads[layer]
+        for tile_set in layout.tile_sets[heads]:
+            if reader is None or tile_set.shape is not heads.wide:
                 self._attend_tiles(layer, q_THD, out_THD, rule, sinks_H, layout, tile_set)
         if self._inputs is not None:
             pages = self.storage.keys[layer], self.storage.values[layer]
             attend_spans(self._inputs, self.block_size, pages, q_THD, out_THD, rule)
-
-    def _with_heads_together(self, x_THD: torch.Tensor) -> torch.Tensor:
-        """Lays a token's heads one after the other, as the kernels read them; tokens may lie apart."""
-        return x_THD if x_THD.stride()[1:] == (self.head_size, 1) else x_THD.contiguous()
 
     def _place_of_queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         return torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -338,16 +361,16 @@ class CudaAttention:
         layout: StepLayout,
         tile_set: TileSet,
     ) -> None:
-        shape, num_tiles = tile_set.shape, len(tile_set.tiles)
-        splits = self._num_splits(tile_set, rule.window)
-        num_partials = num_tiles * splits * self.num_kv_heads * shape.num_rows if splits > 1 else 0
-        partials = torch.empty(num_partials, self.head_size, dtype=torch.float32, device=self.device)
+        shape, num_tiles, of_layer = tile_set.shape, len(tile_set.tiles), self.heads[layer]
+        splits = self._num_splits(tile_set, rule.window, of_layer)
+        num_partials = num_tiles * splits * of_layer.num_kv_heads * shape.num_rows if splits > 1 else 0
+        partials = torch.empty(num_partials, of_layer.size, dtype=torch.float32, device=self.device)
         partial_lse = torch.empty(num_partials, dtype=torch.float32, device=self.device)
         keys = self.storage.keys[layer]
-        heads = {"GROUP": self.group, "SIZE": self.head_size, "PADDED_SIZE": self._padded_size, "ROWS": shape.num_rows}
-        heads["HAS_SINKS"] = sinks_H is not None
+        heads = {"GROUP": of_layer.group, "SIZE": of_layer.size, "PADDED_SIZE": of_layer.padded_size}
+        heads |= {"ROWS": shape.num_rows, "HAS_SINKS": sinks_H is not None}
         sinks = partial_lse if sinks_H is None else sinks_H
-        _kernels.attend_tiles[(num_tiles, self.num_kv_heads, splits)](
+        _kernels.attend_tiles[(num_tiles, of_layer.num_kv_heads, splits)](
             q_THD,
             keys,
             self.storage.values[layer],
@@ -376,7 +399,8 @@ class CudaAttention:
             num_stages=shape.num_stages,
         )
         if splits > 1:
-            _kernels.merge_splits[(num_tiles, shape.num_rows // self.group * self.group, self.num_kv_heads)](
+            num_rows = shape.num_rows // of_layer.group * of_layer.group
+            _kernels.merge_splits[(num_tiles, num_rows, of_layer.num_kv_heads)](
                 partials,
                 partial_lse,
                 sinks,
@@ -390,12 +414,12 @@ class CudaAttention:
                 **overlap(num_tiles),
             )
 
-    def _num_splits(self, tile_set: TileSet, window: int | None) -> int:
+    def _num_splits(self, tile_set: TileSet, window: int | None, heads: LayerHeads) -> int:
         shape = tile_set.shape
         num_keys = tile_set.num_keys if window is None else np.minimum(tile_set.num_keys, window + shape.num_rows)
-        tile_bytes = self.num_kv_heads * shape.num_rows * self.head_size * 4
+        tile_bytes = heads.num_kv_heads * shape.num_rows * heads.size * 4
         largest = MAX_PARTIAL_BYTES // (len(num_keys) * tile_bytes)
-        return num_splits(num_keys, self.num_kv_heads, self.num_processors * shape.programs, largest)
+        return num_splits(num_keys, heads.num_kv_heads, self.num_processors * shape.programs, largest)
 
     def _block_table(self, inputs: ForwardInputs) -> np.ndarray:
         """[C, blocks of the longest]. Rows are kept from step to step: most sequences have the blocks they had."""
@@ -458,17 +482,16 @@ class DecodeAttention(CudaAttention):
 
     def use_rows(self, num_rows: int) -> None:
         """The next launches cover that many rows; how keys are split depends on nothing else."""
-        tiles = TileSet(
-            shape=self._narrow,
-            tiles=self._rows[2:].reshape(-1, 2)[:num_rows],
-            num_keys=np.full(num_rows, self._max_context),
-        )
+        tiles, num_keys = self._rows[2:].reshape(-1, 2)[:num_rows], np.full(num_rows, self._max_context)
+        tile_sets = {
+            heads: (TileSet(shape=heads.narrow, tiles=tiles, num_keys=num_keys),) for heads in dict.fromkeys(self.heads)
+        }
         self._layout = StepLayout(
             slots_T=self._rows[0, :num_rows],
             query_starts=self._starts,
             context_lens=self._rows[1],
             block_table=self._table,
-            tile_sets=(tiles,),
+            tile_sets=tile_sets,
         )
 
 
@@ -479,14 +502,13 @@ class PiecewiseAttention(CudaAttention):
         super().__init__(storage, block_size, num_heads=num_heads)
         self.max_rows = max_rows
         self._slots = torch.full((max_rows,), PADDING, dtype=torch.int32, device=self.device)
-        self._shape = (max_rows, num_heads, self.head_size)
-        self._queries: torch.Tensor | None = None
+        self._queries: torch.Tensor | None = None  # of layers with larger heads and smaller ones, one after another
         self._attended: torch.Tensor | None = None
 
     def prepare(self) -> None:
         """Takes the memory, which an engine that never captures does not need."""
-        keys = self.storage.keys[0]
-        self._queries = torch.zeros(self._shape, dtype=keys.dtype, device=self.device)
+        dtype, num_values = self.storage.keys[0].dtype, self.max_rows * self.num_heads * self.head_size
+        self._queries = torch.zeros(num_values, dtype=dtype, device=self.device)
         self._attended = torch.zeros_like(self._queries)
 
     def begin_step(self, inputs: ForwardInputs) -> None:
@@ -499,24 +521,48 @@ class PiecewiseAttention(CudaAttention):
         """Makes the next stores cover that many rows, for a capture."""
         slots_T = self._slots[:num_rows]
         self._layout = StepLayout(
-            slots_T=slots_T, query_starts=slots_T, context_lens=slots_T, block_table=slots_T, tile_sets=()
+            slots_T=slots_T, query_starts=slots_T, context_lens=slots_T, block_table=slots_T, tile_sets={}
         )
 
     def use_slots_of(self, num_rows: int) -> None:
         """Stores of this step cover that many rows, the padding among them."""
         self._layout = dataclasses.replace(self._current_layout(), slots_T=self._slots[:num_rows])
 
-    def result(self, num_rows: int) -> torch.Tensor:
+    def result(self, num_rows: int, layer: int) -> torch.Tensor:
         assert self._attended is not None, "prepare comes first"
-        return self._attended[:num_rows]
+        return self._view(self._attended, num_rows, self.heads[layer].size)
 
     def attend_rows(self, num_rows: int, layer: int, rule: AttentionRule, sinks_H: torch.Tensor | None) -> None:
         assert self._queries is not None, "prepare comes first"
-        self.attend_into(self.result(num_rows), layer, self._queries[:num_rows], rule, sinks_H)
+        queries_THD = self._view(self._queries, num_rows, self.heads[layer].size)
+        self.attend_into(self.result(num_rows, layer), layer, queries_THD, rule, sinks_H)
+
+    def _view(self, values: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
+        return values[: num_rows * self.num_heads * size].view(num_rows, self.num_heads, size)
 
     def _place_of_queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         assert self._queries is not None, "prepare comes first"
-        return self._queries[: len(q_THD)]
+        return self._view(self._queries, len(q_THD), q_THD.shape[-1])
+
+
+def _with_heads_together(x_THD: torch.Tensor) -> torch.Tensor:
+    """Lays a token's heads one after the other, as the kernels read them; tokens may lie apart."""
+    return x_THD if x_THD.stride()[1:] == (x_THD.shape[-1], 1) else x_THD.contiguous()
+
+
+def _tile_groups(
+    heads: LayerHeads, counts_C: np.ndarray, contexts_C: np.ndarray
+) -> list[tuple[LayerHeads, TileShape, np.ndarray, np.ndarray]]:
+    """Lists (heads, shape, tiles, keys of each): those of long chunks first."""
+    is_narrow = counts_C <= heads.narrow.num_rows // heads.group
+    return [
+        (
+            heads,
+            shape,
+            *_tiles(np.flatnonzero(chosen & (counts_C > 0)), counts_C, contexts_C, shape.num_rows // heads.group),
+        )
+        for shape, chosen in ((heads.wide, ~is_narrow), (heads.narrow, is_narrow))
+    ]
 
 
 def _tiles(

@@ -70,15 +70,17 @@ class WideChunks:
 
 def obstacle(storage: KvStorage) -> str | None:
     """Why FlashInfer cannot be used: it is not installed, or has no kernels for this card, dtype or head size."""
-    keys = storage.keys[0]
+    keys, shapes = storage.keys[0], {storage.heads(layer) for layer in range(len(storage.keys))}
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed"
     if keys.device.type != "cuda" or torch.cuda.get_device_capability(keys.device) != HOPPER:
         return "FlashInfer is used on Hopper cards"
     if keys.dtype not in DTYPES:
         return f"FlashInfer has no kernels for {str(keys.dtype).removeprefix('torch.')}"
-    if keys.shape[-1] not in HEAD_SIZES:
-        return f"FlashInfer has no kernels for heads of {keys.shape[-1]}"
+    if sizes := {size for _, size in shapes} - set(HEAD_SIZES):
+        return f"FlashInfer has no kernels for heads of {max(sizes)}"
+    if len(shapes) > 1:
+        return "FlashInfer is used where all layers have the same heads"
     return None
 
 

@@ -22,7 +22,7 @@ def attend_spans(
     rule: AttentionRule,
 ) -> None:
     """Replaces the rows of the step's spans by attention over what they see: their past and all of their span."""
-    if inputs.media is None:
+    if inputs.media is None or not rule.sees_spans:
         return
     for index, spans in enumerate(inputs.media.spans):
         first_row = inputs.query_starts[index]

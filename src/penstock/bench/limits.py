@@ -73,9 +73,10 @@ def _fastest_s(function: Callable[[], object]) -> float:
 
 def least_read_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
     """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
-    pairs = sum(_num_pairs(num_tokens, layer.window) for layer in spec.layers if layer.has_attention)
+    attending = (layer for layer in spec.layers if layer.has_attention)
+    pairs = sum(_num_pairs(num_tokens, layer.window) * layer.head_size for layer in attending)
     flops = 2 * num_tokens * _parameters_of_layers(spec, 1) + 2 * spec.vocab_size * spec.hidden_size
-    flops += 4 * spec.num_heads * spec.head_size * pairs
+    flops += 4 * spec.num_heads * pairs
     read_s = least_step_s(spec, [0] * num_tokens, limits)
     return max(flops / (limits.product_gflops * 1e9), read_s)
 
@@ -86,10 +87,9 @@ def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: DeviceLimit
     Experts are expected to be chosen alike, as random weights choose them.
     """
     weights = _parameters_of_layers(spec, len(contexts)) + spec.vocab_size * spec.hidden_size
-    seen = sum(
-        min(context, layer.window or context) for context in contexts for layer in spec.layers if layer.has_attention
-    )
-    num_bytes = BYTES * (weights + 2 * seen * spec.num_kv_heads * spec.head_size)
+    attending = [layer for layer in spec.layers if layer.has_attention]
+    seen = sum(min(context, layer.window or context) * layer.kv_rows for context in contexts for layer in attending)
+    num_bytes = BYTES * (weights + 2 * seen)
     return num_bytes / (limits.read_gb_per_s * 1e9)
 
 

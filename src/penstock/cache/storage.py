@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -14,23 +14,33 @@ import torch
 
 
 class KvStorage:
-    """Keys and values as [S, K, D] per layer. Slots of adjacent blocks are adjacent rows, so runs are plain views."""
+    """Keeps keys and values as [S, K, D] per layer. Slots of adjacent blocks are adjacent rows: runs are plain views.
+
+    Layers may have heads of their own number and size; then both are given layer by layer.
+    """
 
     def __init__(
         self,
         *,
         num_layers: int,
         num_slots: int,
-        num_kv_heads: int,
-        head_size: int,
+        num_kv_heads: int | Sequence[int],
+        head_size: int | Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.device = device
-        shape = (num_slots, num_kv_heads, head_size)
+        heads, sizes = ([of] * num_layers if isinstance(of, int) else of for of in (num_kv_heads, head_size))
+        shapes = [(num_slots, *of_layer) for of_layer in zip(heads, sizes, strict=True)]
+        assert len(shapes) == num_layers, f"sizes of {len(shapes)} layers for {num_layers}"
         allocate = _lazy_pages if device.type == "cpu" else torch.empty
-        self.keys = [allocate(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [allocate(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = [allocate(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [allocate(shape, dtype=dtype, device=device) for shape in shapes]
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Tells (key-value heads, head size) of a layer."""
+        _, num_kv_heads, head_size = self.keys[layer].shape
+        return num_kv_heads, head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

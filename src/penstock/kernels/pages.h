@@ -8,7 +8,7 @@
 #define SUBTILE 64        /* query rows whose scores are held at once */
 #define TILE 128          /* query rows of a work item */
 #define KEYS 64           /* keys of a block */
-#define MAX_HEAD 256
+#define MAX_HEAD 512
 #define LOWEST -1e20f     /* the maximum of a row that saw nothing yet */
 #define MASKED -1e30f     /* far below it, and finite: its weight is exactly 0 */
 

@@ -132,10 +132,10 @@ def native_lane(
     decoder.load(weights)
     block_size = place.config.block_size
     storage = KvStorage(
-        num_layers=spec.num_attention_layers,
+        num_layers=len(spec.keeping_layers),
         num_slots=-(-num_tokens // block_size) * block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
+        num_kv_heads=[layer.num_kv_heads for layer in spec.keeping_layers],
+        head_size=[layer.head_size for layer in spec.keeping_layers],
         dtype=dtype,
         device=device,
     )

@@ -125,7 +125,7 @@ class _Dry:
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._attention.result(self._size)
+        return self._attention.result(self._size, layer)
 
 
 class _Launched(_Dry):

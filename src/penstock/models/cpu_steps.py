@@ -78,7 +78,7 @@ class CompiledSteps:
         spec = self._decoder.spec
         self._list_norm(layer.norms["input_layernorm"], self._hidden_RM, self._normed_RM)
         self._list_product(mixer.qkv, self._normed_RM, self._qkv)
-        q, k, v = self._qkv.split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
+        q, k, v = self._qkv.split(spec.attention_rows(layer.spec), dim=-1)
         if spec.qk_norm is not None:
             normed_queries, normed_keys = self._normed_heads
             q = self._list_norm(layer.norms["self_attn.q_norm"], q, normed_queries)
@@ -156,7 +156,8 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
         return None
     is_plain = spec.norms_inputs and not spec.norms_outputs and not spec.has_output_gate and spec.residual_scale == 1.0
     is_plain = is_plain and spec.norm == "rms" and spec.qk_norm != "rotated head" and spec.query_scale is None
-    if not is_plain or spec.is_parallel or spec.num_heads // spec.num_kv_heads > LARGEST_GROUP:
+    are_alike = len({(layer.num_kv_heads, layer.head_size) for layer in spec.layers}) == 1
+    if not is_plain or not are_alike or spec.is_parallel or spec.num_heads // spec.num_kv_heads > LARGEST_GROUP:
         return None
     if not all(_is_known(layer) for layer in decoder.layers):
         return None

@@ -136,7 +136,7 @@ class Decoder:
         assert isinstance(layer.mixer, Attention)
         assert layer.mlp is not None
         hidden_TM = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=self.device)
-        num_attended = self.spec.num_heads * self.spec.head_size
+        num_attended = self.spec.num_heads * layer.spec.head_size
         layer.mixer.qkv(self._normed(layer, "input_layernorm", hidden_TM))
         self._add(layer, "attention", layer.mixer.output, hidden_TM.new_zeros(num_tokens, num_attended), hidden_TM)
         self._mlp(layer, layer.mlp, hidden_TM)
@@ -175,11 +175,11 @@ class Decoder:
         spec = self.spec
         if spec.attention_input_scale != 1.0:
             normed_TM = normed_TM * spec.attention_input_scale
-        q, k, v = mixer.qkv(normed_TM).split([spec.q_rows, *[spec.num_kv_heads * spec.head_size] * 2], dim=-1)
+        q, k, v = mixer.qkv(normed_TM).split(spec.attention_rows(layer.spec), dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
         q_THD = q.unflatten(-1, (spec.num_heads, -1))
-        k_TKD, v_TKD = (x.unflatten(-1, (spec.num_kv_heads, -1)) for x in (k, v))
+        k_TKD, v_TKD = (x.unflatten(-1, (layer.spec.num_kv_heads, -1)) for x in (k, v))
         gate_THD = None
         if spec.has_output_gate:
             q_THD, gate_THD = q_THD.chunk(2, dim=-1)
@@ -278,8 +278,8 @@ class Decoder:
         norms: dict[str, RmsNorm | LayerNorm] = {name: self._empty_norm(spec.hidden_size) for name in names}
         if spec.qk_norm is not None and layer.has_attention:
             per_head = spec.qk_norm != "projection"
-            norms["self_attn.q_norm"] = self._empty_rms_norm(spec.head_size * (1 if per_head else spec.num_heads))
-            norms["self_attn.k_norm"] = self._empty_rms_norm(spec.head_size * (1 if per_head else spec.num_kv_heads))
+            norms["self_attn.q_norm"] = self._empty_rms_norm(layer.head_size * (1 if per_head else spec.num_heads))
+            norms["self_attn.k_norm"] = self._empty_rms_norm(layer.head_size * (1 if per_head else layer.num_kv_heads))
         recurrence = self._empty_recurrence() if layer.is_recurrent else None
         mixer, beside = (self._empty_attention(index), recurrence) if layer.has_attention else (recurrence, None)
         return Layer(spec=layer, mixer=mixer, beside=beside, mlp=self._empty_mlp(index), norms=norms)
@@ -297,7 +297,7 @@ class Decoder:
     def _empty_attention(self, index: int) -> Attention:
         spec, layer = self.spec, self.spec.layers[index]
         return Attention(
-            index=sum(earlier.has_attention for earlier in spec.layers[:index]),
+            index=sum(earlier.keeps_keys for earlier in spec.layers[:index]),
             rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
             qkv=self._empty_linear(self._projections[index]["qkv"], bias=spec.qkv_bias),
             output=self._empty_linear(self._projections[index]["output"], bias=spec.output_bias),

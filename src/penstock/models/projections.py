@@ -49,11 +49,14 @@ def outer_projection(spec: DecoderSpec, role: Literal["embeddings", "head"]) -> 
 
 def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
     layer, found = spec.layers[index], []
-    heads, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     if layer.has_attention:
-        prefix = f"model.layers.{index}.self_attn"
-        separate = [(f"{prefix}.q_proj", spec.q_rows), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
-        fused = [(f"{prefix}.qkv_proj", spec.qkv_rows)]
+        prefix, heads, rows = (
+            f"model.layers.{index}.self_attn",
+            spec.num_heads * layer.head_size,
+            spec.attention_rows(layer),
+        )
+        separate = [(f"{prefix}.{kind}_proj", count) for kind, count in zip("qkv", rows, strict=True) if count]
+        fused = [(f"{prefix}.qkv_proj", sum(rows))]
         found.append(_projection(spec, "qkv", fused if spec.has_fused_qkv else separate, spec.hidden_size))
         found.append(_projection(spec, "output", [(f"{prefix}.o_proj", spec.hidden_size)], heads))
     if layer.has_mlp and not layer.has_experts:

@@ -52,12 +52,23 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
+    num_kv_heads: int
+    head_size: int
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all
     rotary: str | None  # key into DecoderSpec.rotaries; None: no position encoding
     has_experts: bool = False
     is_recurrent: bool = False  # carries state
     has_attention: bool = True
     has_mlp: bool = True  # or experts
+    keys_of: int | None = None  # the layer before it whose keys and values it attends to; None: its own
+
+    @property
+    def keeps_keys(self) -> bool:
+        return self.has_attention and self.keys_of is None
+
+    @property
+    def kv_rows(self) -> int:
+        return self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +78,6 @@ class DecoderSpec:
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_size: int
     norm_eps: float
     max_context: int
     layers: tuple[LayerSpec, ...]
@@ -118,23 +127,57 @@ class DecoderSpec:
         return sum(layer.has_attention for layer in self.layers)
 
     @property
+    def keeping_layers(self) -> tuple[LayerSpec, ...]:
+        """Those that have keys and values of their own in the pages."""
+        return tuple(layer for layer in self.layers if layer.keeps_keys)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return sum(2 * layer.kv_rows for layer in self.keeping_layers)
+
+    @property
+    def widest_layer(self) -> LayerSpec:
+        """Finds the layer whose queries, keys and values are the most; in most models all are alike."""
+        return max(self.layers, key=lambda layer: self.num_heads * layer.head_size + 2 * layer.kv_rows)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.widest_layer.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.widest_layer.head_size
+
+    @property
     def num_mixed(self) -> int:
         """Counts the layers in which tokens see each other."""
         return sum(layer.has_attention or layer.is_recurrent for layer in self.layers)
 
+    def attention_rows(self, layer: LayerSpec) -> tuple[int, int, int]:
+        """Counts the rows of a layer's projections to queries, keys and values."""
+        kv_rows = layer.kv_rows if layer.keys_of is None else 0
+        return self.num_heads * layer.head_size * (2 if self.has_output_gate else 1), kv_rows, kv_rows
+
     @property
     def q_rows(self) -> int:
-        return self.num_heads * self.head_size * (2 if self.has_output_gate else 1)
+        return self.attention_rows(self.widest_layer)[0]
 
     @property
     def qkv_rows(self) -> int:
-        return self.q_rows + 2 * self.num_kv_heads * self.head_size
+        return max(sum(self.attention_rows(layer)) for layer in self.layers)
+
+    def _attention_parameters(self, layer: LayerSpec) -> int:
+        heads, rows = self.num_heads * layer.head_size, sum(self.attention_rows(layer))
+        attention = rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
+        attention += self.num_heads * self.has_sinks
+        if self.qk_norm in ("head", "rotated head"):
+            attention += (1 + layer.keeps_keys) * layer.head_size
+        elif self.qk_norm == "projection":
+            attention += heads + layer.kv_rows
+        return attention
 
     @property
     def num_parameters(self) -> int:
-        heads = self.num_heads * self.head_size
-        attention = self.qkv_rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
-        attention += self.num_heads * self.has_sinks
         rows = (1 + self.is_gated) * self.intermediate_size
         mlp = (rows + self.intermediate_size) * self.hidden_size + (rows + self.hidden_size) * self.mlp_bias
         mlp += NUM_XIELU * (self.activation == "xielu")
@@ -144,26 +187,22 @@ class DecoderSpec:
         num_mlps = sum(layer.has_mlp for layer in self.layers)
         num_norms = self.num_layers if self.is_parallel else self.num_mixed + num_mlps
         norms = num_norms * norm * (self.norms_inputs + self.norms_outputs)
-        if self.qk_norm in ("head", "rotated head"):
-            attention += 2 * self.head_size
-        elif self.qk_norm == "projection":
-            attention += heads + self.num_kv_heads * self.head_size
         recurrent = len(self.recurrent_layers) * (
             self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
         )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
         mlps = (num_mlps - num_sparse) * mlp + num_sparse * sparse
-        mixers = self.num_attention_layers * attention + recurrent
+        mixers = sum(self._attention_parameters(layer) for layer in self.layers if layer.has_attention) + recurrent
         return mixers + norms + mlps + norm + embeddings
 
     @property
     def attention_growth(self) -> float:
         """Estimates what each position before a token adds to its cost, as a share of that of the first; 0: unknown."""
-        num_growing = sum(layer.window is None and layer.has_attention for layer in self.layers)
-        if self.experts is not None or not num_growing:
+        growing = sum(layer.head_size for layer in self.layers if layer.window is None and layer.has_attention)
+        if self.experts is not None or not growing:
             return 0.0
         embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        return 2 * num_growing * self.num_heads * self.head_size / (self.num_parameters - embeddings)
+        return 2 * growing * self.num_heads / (self.num_parameters - embeddings)
 
     @property
     def widest_mlp(self) -> int:
@@ -229,11 +268,9 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "hidden_size": hidden_size,
         "intermediate_size": int(config["intermediate_size"]),
         "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_size": head_size,
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "max_context": int(config["max_position_embeddings"]),
-        "layers": (layers := _layers(model_type, family, config, num_layers)),
+        "layers": (layers := _layers(model_type, family, config, _heads(config, num_layers, num_kv_heads, head_size))),
         "rotaries": _rotaries(model_type, family, config, head_size),
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
@@ -316,7 +353,21 @@ def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layers(model_type: str, family: Family, config: Mapping[str, Any], num_layers: int) -> tuple[LayerSpec, ...]:
+def _heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_size: int) -> list[dict[str, int]]:
+    """The heads of each layer: as the config says of all, unless it says it of one."""
+    own = {int(place): dict(values) for place, values in (config.get("per_layer_config") or {}).items()}
+    names = {"num_kv_heads": "num_key_value_heads", "head_size": "head_dim"}
+    if unknown := {name for values in own.values() for name in values} - set(names.values()):
+        raise UnsupportedModel(f"Layers with {', '.join(sorted(unknown))} of their own have no native form.")
+    same = {"num_key_value_heads": num_kv_heads, "head_dim": head_size}
+    by_layer = [{**same, **own.get(index, {})} for index in range(num_layers)]
+    return [{ours: int(layer[theirs]) for ours, theirs in names.items()} for layer in by_layer]
+
+
+def _layers(
+    model_type: str, family: Family, config: Mapping[str, Any], heads: list[dict[str, int]]
+) -> tuple[LayerSpec, ...]:
+    num_layers = len(heads)
     has_windows = family.sliding != "none" and config.get("use_sliding_window") is not False
     window = config.get("sliding_window") if has_windows else None
     kinds = ["sliding_attention" if family.sliding == "all" else "full_attention"] * num_layers
@@ -327,6 +378,7 @@ def _layers(model_type: str, family: Family, config: Mapping[str, Any], num_laye
     rotates_all = family.rotates == "all" or (family.rotates == "windows" and not window)
     return tuple(
         LayerSpec(
+            **heads[index],
             window=int(window) if window and kind == "sliding_attention" else None,
             rotary=rotaries.get(kind, "global")
             if (rotates_all or kind == "sliding_attention") and _has_rotary(model_type, config, index)
