@@ -202,6 +202,8 @@ WHAT_IS_SPECIAL = {
     "granitemoehybrid": "Hybrid: Mamba 2 and attention, with or without experts.",
     "gemma2": "Softcaps on attention scores and logits.",
     "gemma3_text": "Local and global layers with rotary tables of their own.",
+    "gemma4_text": "Heads and keys by layer, inputs of layers, experts beside an MLP; not where text sees ahead.",
+    "gemma4_unified_text": "The same without inputs of layers and experts (12B).",
     "ministral3": "Queries grow with their position; the text part of Ministral 3 and Devstral 2.",
     "olmo3": "The same as Olmo 2 with windows; only full layers have the scaled rotary table.",
     "granite": "Four multipliers: of embeddings, attention, what a layer adds, and logits.",

@@ -40,6 +40,7 @@ _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=128)
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
 _LONGROPE = _rope("longrope", short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[2.0 + i for i in range(8)])
 _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 13}
+_GEMMA4 = {"head_dim": 24, "global_head_dim": 40, "sliding_window": 13}
 _MINISTRAL = _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 _BY_LAYER = {"full_attention": _YARN, "sliding_attention": _rope("default")}
 _PARTIAL = _rope("default", partial_rotary_factor=0.5)
@@ -199,6 +200,42 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gemma2": lambda: _config("Gemma2Config", **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": lambda: _config("Gemma3TextConfig", **_GEMMA, num_hidden_layers=7, final_logit_softcapping=4.0),
+    # As E2B and E4B are: layers have inputs of their own, and the last ones keys of earlier ones.
+    "gemma4-e": lambda: _config(
+        "Gemma4TextConfig",
+        **_GEMMA4,
+        num_hidden_layers=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+    # As 31B is: keys are values where heads are large and few.
+    "gemma4-dense": lambda: _config(
+        "Gemma4TextConfig",
+        **_GEMMA4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        attention_bias=True,
+        final_logit_softcapping=4.0,
+    ),
+    # As 26B-A4B is: experts beside an MLP.
+    "gemma4-moe": lambda: _config(
+        "Gemma4TextConfig",
+        **_GEMMA4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=40,
+    ),
+    "gemma4-unified": lambda: _config("Gemma4UnifiedTextConfig", **_GEMMA4, num_hidden_layers=6, attention_k_eq_v=True),
     "gemma3-linear": lambda: _config(
         "Gemma3TextConfig",
         **_GEMMA,
@@ -233,6 +270,8 @@ RECURRENT = {
 # Whose attention is that of others: what is left to try for every family is short.
 LATER = {
     *_LATER_RECURRENT,
+    "gemma4-dense",
+    "gemma4-unified",
     "ministral3",
     "olmo3",
     "granite",
@@ -256,6 +295,10 @@ LATER = {
 }
 
 
+# What checkpoints keep without training it.
+OF_BUFFERS = ("expert_bias", "correction_bias", "layer_scalar")
+
+
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Random weights, large enough that attention is far from uniform and norms are far from one.
 
@@ -266,9 +309,9 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        scores = [named for named in model.named_buffers() if named[0].endswith(("expert_bias", "correction_bias"))]
+        scores = [named for named in model.named_buffers() if named[0].endswith(OF_BUFFERS)]
         for parameter_name, parameter in [*model.named_parameters(), *scores]:
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or parameter_name.endswith("layer_scalar"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif parameter_name.endswith("dt_bias"):
                 parameter.copy_(torch.linspace(-8, -2, len(parameter)))

@@ -1,7 +1,11 @@
 """Norms, the gated activation, rotation and page writes in C: what float64 gives, rounded once to bfloat16."""
 
+import copy
+
 import pytest
 import torch
+from logit_recorder import LogitRecorder
+from tiny_models import prompt, reference_logits
 
 from penstock.attention.backend import ForwardInputs, Rotation
 from penstock.attention.cpu import CpuAttention
@@ -145,3 +149,24 @@ def test_keys_and_values_go_to_their_slots_and_all_but_values_are_rotated(num_ro
     others = sorted(set(range(96)) - set(slots))
     assert not storage.keys[0][others].any()
     assert not storage.values[0][others].any()
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma4-moe", *(pytest.param(name, marks=pytest.mark.evidence) for name in ("gemma4-e", "gemma4-dense"))]
+)
+def test_unlike_layers_in_bfloat16_are_no_further_from_float32_than_transformers_is(name, tiny, load):
+    """The middle of many prompts: rounding may turn a token to another expert."""
+    prompts = [prompt(length, seed=length) for length in range(20, 62, 3)]
+    model = tiny(name)[1]
+    exact = [reference_logits(model, tokens)[-1] for tokens in prompts]
+    rounded = copy.deepcopy(model).bfloat16()
+    yardstick = torch.stack([reference_logits(rounded, tokens)[-1] for tokens in prompts])
+    engine = load(name, dtype="bfloat16", chunk_size=13)
+    assert engine.model.lane.attention.compiled is not None
+    recorder = LogitRecorder(engine)
+    for tokens in prompts:
+        engine.generate(tokens, max_tokens=1)
+    far, far_of_transformers = (
+        (found - torch.stack(exact)).norm(dim=1).median() for found in (recorder.all, yardstick)
+    )
+    assert far <= 1.5 * far_of_transformers

@@ -85,6 +85,8 @@ def test_a_prefix_hit_changes_nothing(name, load):
         "llama",
         "gemma3",
         "phi3-longrope",
+        "gemma4-e",
+        "gemma4-moe",
         "qwen2-mixed-windows",
         "gemma2",
         "qwen3-moe",

@@ -24,7 +24,8 @@ def test_every_family_has_a_spec_whose_parts_agree(model_type):
     else:
         assert spec.num_attention_layers + len(spec.recurrent_layers) == spec.num_layers == spec.num_mixed
     assert (spec.recurrent is None) == (not spec.recurrent_layers)
-    assert spec.qkv_rows >= spec.q_rows + 2 * spec.num_kv_heads * spec.head_size
+    num_projected = 1 if spec.widest_layer.keys_are_values else 2
+    assert spec.qkv_rows >= spec.q_rows + num_projected * spec.num_kv_heads * spec.head_size
     assert spec.widest_mlp >= 40
     assert spec.num_parameters > spec.vocab_size * spec.hidden_size
     assert spec.rotary_variant(10) == spec.rotary_variant(500) or spec.depends_on_prompt_length

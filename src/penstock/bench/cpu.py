@@ -23,7 +23,7 @@ from penstock.bench.work import SHAPES
 from penstock.bench.workbench import BenchSettings, ProbeSizes, Workbench, seeded_prompt
 from penstock.document import Document
 from penstock.models.files import resolve
-from penstock.models.projections import Projection, projections
+from penstock.models.projections import OUTSIDE_LAYERS, Projection, projections
 from penstock.models.quantization import Quantization, matrix_bytes, quantization_of, stored_formats
 from penstock.models.spec import decoder_spec
 from penstock.plan.machine import num_physical_cores, processor_name
@@ -103,7 +103,7 @@ def _with_share(model: str, row: Row, limits: DeviceLimits) -> Row:
     files = resolve(model)
     spec = decoder_spec(files.config)
     if row.part == "reading":
-        layers = (matrix for matrix in projections(spec) if matrix.role not in ("embeddings", "head"))
+        layers = (matrix for matrix in projections(spec) if matrix.role not in OUTSIDE_LAYERS)
         flops = 2 * sum(matrix.num_outputs * matrix.num_inputs for matrix in layers)
         share = row.tokens_per_s * flops / (limits.product_gflops * 1e9)
     else:

@@ -101,8 +101,7 @@ def _num_pairs(num_tokens: int, window: int | None) -> int:
 
 def _parameters_of_layers(spec: DecoderSpec, num_rows: int) -> float:
     """Counts the parameters of the layers that so many rows together are multiplied with."""
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.has_tied_embeddings else 2)
-    everything = spec.num_parameters - embeddings
+    everything = spec.num_parameters - spec.num_embedded
     if spec.experts is None:
         return everything
     experts = spec.experts

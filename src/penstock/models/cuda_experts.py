@@ -145,7 +145,7 @@ def route(experts: Experts, x_TM: torch.Tensor, num_real_1: torch.Tensor | None 
     experts_TA = torch.empty(shape, dtype=torch.int32, device=x_TM.device)
     weights_TA = torch.empty(shape, dtype=torch.float32, device=x_TM.device)
     _kernels.route[(triton.cdiv(num_tokens, ROUTED_TOKENS),)](
-        experts.router(x_TM),
+        experts.logits(x_TM),
         num_real_1,
         experts_TA,
         weights_TA,
@@ -158,7 +158,7 @@ def route(experts: Experts, x_TM: torch.Tensor, num_real_1: torch.Tensor | None 
         TOKENS=ROUTED_TOKENS,
         **overlap(num_tokens),
     )
-    return Routed(experts_TA=experts_TA, weights_TA=weights_TA)
+    return Routed(experts_TA=experts_TA, weights_TA=experts.scaled(weights_TA, experts_TA))
 
 
 def _parts(experts: Experts, x_TM: torch.Tensor, routed: Routed) -> torch.Tensor:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardI
 from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
+from penstock.models.layer_inputs import InputGate, LayerInputs, rows_of
 from penstock.models.layer_specs import DeltaSpec, MambaSpec
 from penstock.models.layers import (
     GatedMlp,
@@ -27,7 +28,7 @@ from penstock.models.layers import (
     wide_product,
 )
 from penstock.models.mamba import Mamba
-from penstock.models.projections import Projection, layer_projections, outer_projection, stored_name
+from penstock.models.projections import Projection, Role, layer_projections, outer_projection, stored_name
 from penstock.models.quantization import Quantization
 from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
@@ -43,8 +44,10 @@ class Attention:
     qkv: Linear | QuantizedLinear
     output: Linear | QuantizedLinear
     sinks_H: torch.Tensor | None  # None: the layer has none
+    value_norm: RmsNorm | None  # by head, without weights of its own
 
 
+GATE_ROLES: tuple[Role, ...] = ("input_gate", "input_output")
 Recurrence = GatedDelta | Mamba | ShortConv
 RECURRENCE_NAMES: dict[type, str] = {GatedDelta: "linear_attn", Mamba: "mamba", ShortConv: "conv"}
 
@@ -56,6 +59,9 @@ class Layer:
     beside: Recurrence | None  # adds what it reads from the same input
     mlp: GatedMlp | PlainMlp | Experts | None
     norms: dict[str, RmsNorm | LayerNorm]  # by their names in the checkpoint; absent ones are not applied
+    experts: Experts | None = None  # beside the MLP, not instead of it
+    gate: InputGate | None = None  # where layers have inputs of their own
+    scale_1: torch.Tensor | None = None  # of what it gives
 
 
 class Decoder:
@@ -77,6 +83,7 @@ class Decoder:
             self.head_VM = self._empty_weight(outer_projection(spec, "head"))
         self.rotaries = {name: Rotary(rotary, device) for name, rotary in spec.rotaries.items()}
         self.layers = [self._empty_layer(index) for index in range(spec.num_layers)]
+        self.layer_inputs = self._empty_layer_inputs()
         self.final_norm = self._empty_norm(spec.hidden_size)
 
     def load(self, source: WeightSource) -> None:
@@ -88,6 +95,9 @@ class Decoder:
                 source.copy_into(destination, name)
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
+        for layer in self.layers:
+            if layer.experts is not None and layer.experts.routed_norm is not None:
+                layer.experts.routed_norm.weight.mul_(self.spec.hidden_size**-0.5)
 
     def _with_halves_first(self, source: WeightSource) -> WeightSource:
         if not self.spec.interleaves_rotary:
@@ -111,6 +121,10 @@ class Decoder:
         hidden_TM = self.embedded(inputs.ids_T).to(self.residual_dtype)
         if inputs.media is not None:
             hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(hidden_TM.dtype)
+        inputs_TLP = None
+        if self.layer_inputs is not None:
+            media_N = None if inputs.media is None else inputs.media.rows_N
+            inputs_TLP = self.layer_inputs(inputs.ids_T, hidden_TM.to(self.dtype), media_N)
         for index, layer in enumerate(self.layers):
             normed = self._normed(layer, "input_layernorm", hidden_TM)
             if isinstance(layer.mixer, Attention):
@@ -125,6 +139,10 @@ class Decoder:
                     self._add(layer, "attention", recurrence.output, mixed, hidden_TM, scale)
             if layer.mlp is not None:
                 self._mlp(layer, layer.mlp, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
+            if layer.gate is not None and inputs_TLP is not None:
+                layer.gate.add_to(hidden_TM, inputs_TLP[:, index])
+            if layer.scale_1 is not None:
+                hidden_TM *= layer.scale_1
             if inputs.media is not None and index < len(inputs.media.deepstack_LND):
                 hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
         return hidden_TM
@@ -142,14 +160,7 @@ class Decoder:
         self._mlp(layer, layer.mlp, hidden_TM)
 
     def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.embeddings_VM, QuantizedMatrix):
-            hidden_TM = self.embeddings_VM.rows(ids_T, self.dtype)
-        else:
-            hidden_TM = self.embeddings_VM[ids_T]
-        if self.spec.embedding_scale is not None:
-            # The factor is rounded to the model's dtype, as the reference does.
-            hidden_TM *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
-        return hidden_TM
+        return rows_of(self.embeddings_VM, ids_T, self.dtype, self.spec.embedding_scale)
 
     def rotations(self, inputs: ForwardInputs) -> dict[str, Rotation]:
         return {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
@@ -179,14 +190,19 @@ class Decoder:
         if spec.qk_norm == "projection":
             q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
         q_THD = q.unflatten(-1, (spec.num_heads, -1))
-        k_TKD, v_TKD = (x.unflatten(-1, (layer.spec.num_kv_heads, -1)) for x in (k, v))
+        k_TKD = v_TKD = None
+        if layer.spec.keeps_keys:
+            k_TKD = k.unflatten(-1, (layer.spec.num_kv_heads, -1))
+            v_TKD = k_TKD if layer.spec.keys_are_values else v.unflatten(-1, k_TKD.shape[1:])
+            v_TKD = v_TKD if mixer.value_norm is None else mixer.value_norm(v_TKD)
         gate_THD = None
         if spec.has_output_gate:
             q_THD, gate_THD = q_THD.chunk(2, dim=-1)
         norms = None
         if spec.qk_norm == "head":
-            norms = HeadNorms(q=layer.norms["self_attn.q_norm"], k=layer.norms["self_attn.k_norm"])
+            norms = HeadNorms(q=layer.norms["self_attn.q_norm"], k=layer.norms.get("self_attn.k_norm"))
         elif spec.qk_norm == "rotated head":
+            assert k_TKD is not None, "no family shares keys that are normed last"
             q_THD, k_TKD = (_rotated(x, rotation) for x in (q_THD, k_TKD))
             q_THD, k_TKD = layer.norms["self_attn.q_norm"](q_THD), layer.norms["self_attn.k_norm"](k_TKD)
             rotation = None
@@ -212,9 +228,16 @@ class Decoder:
     ) -> None:
         if normed is None:
             normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
-        if isinstance(mlp, Experts) and num_real_1 is not None:
-            mlp = replace(mlp, num_real_1=num_real_1)
-        self._add(layer, "mlp", mlp, normed, hidden_TM, self.spec.mlp_scales[1])
+        if isinstance(mlp, Experts):
+            mlp = mlp.reading(hidden_TM, num_real_1)
+        if layer.experts is not None:
+            experts = layer.experts.reading(hidden_TM, num_real_1)
+            mixed = experts(self._normed(layer, "pre_feedforward_layernorm_2", hidden_TM))
+            mixed = layer.norms["post_feedforward_layernorm_2"](mixed)
+            mixed += layer.norms["post_feedforward_layernorm_1"](mlp(normed))
+            hidden_TM += layer.norms["post_feedforward_layernorm"](mixed)
+        else:
+            self._add(layer, "mlp", mlp, normed, hidden_TM, self.spec.mlp_scales[1])
 
     def _add(
         self,
@@ -275,14 +298,50 @@ class Decoder:
             names += [self._mlp_input_norm] * (layer.has_mlp and not spec.is_parallel)
         if spec.norms_outputs:
             names += ["post_attention_layernorm", "post_feedforward_layernorm"]
+        if layer.has_mlp_beside:
+            names += [f"{name}_feedforward_layernorm_{place}" for name, place in (("post", 1), ("post", 2), ("pre", 2))]
+        if spec.layer_inputs is not None:
+            names.append("post_per_layer_input_norm")
         norms: dict[str, RmsNorm | LayerNorm] = {name: self._empty_norm(spec.hidden_size) for name in names}
         if spec.qk_norm is not None and layer.has_attention:
             per_head = spec.qk_norm != "projection"
             norms["self_attn.q_norm"] = self._empty_rms_norm(layer.head_size * (1 if per_head else spec.num_heads))
-            norms["self_attn.k_norm"] = self._empty_rms_norm(layer.head_size * (1 if per_head else layer.num_kv_heads))
+            if layer.keeps_keys:
+                num_normed = 1 if per_head else layer.num_kv_heads
+                norms["self_attn.k_norm"] = self._empty_rms_norm(layer.head_size * num_normed)
         recurrence = self._empty_recurrence() if layer.is_recurrent else None
         mixer, beside = (self._empty_attention(index), recurrence) if layer.has_attention else (recurrence, None)
-        return Layer(spec=layer, mixer=mixer, beside=beside, mlp=self._empty_mlp(index), norms=norms)
+        return Layer(
+            spec=layer,
+            mixer=mixer,
+            beside=beside,
+            mlp=self._empty_mlp(index),
+            norms=norms,
+            experts=self._empty_experts() if layer.has_experts and layer.has_mlp_beside else None,
+            gate=self._empty_gate(index, norms),
+            scale_1=torch.empty(1, dtype=self.dtype, device=self.device) if spec.scales_layers else None,
+        )
+
+    def _empty_layer_inputs(self) -> LayerInputs | None:
+        spec = self.spec
+        if spec.layer_inputs is None:
+            return None
+        norm = self._empty_rms_norm(spec.layer_inputs.width)
+        return LayerInputs(
+            table_VX=self._empty_weight(outer_projection(spec, "layer_table")),
+            context=self._empty_linear(outer_projection(spec, "layer_context"), bias=False),
+            # What it norms is meant to be divided by the root of the hidden size before.
+            norm=RmsNorm(weight=norm.weight, eps=norm.eps * spec.hidden_size),
+            padding=spec.layer_inputs.padding,
+        )
+
+    def _empty_gate(self, index: int, norms: dict[str, RmsNorm | LayerNorm]) -> InputGate | None:
+        if self.spec.layer_inputs is None:
+            return None
+        norm = norms["post_per_layer_input_norm"]
+        assert isinstance(norm, RmsNorm)
+        gate, output = (self._empty_linear(self._projections[index][r], bias=False) for r in GATE_ROLES)
+        return InputGate(gate=gate, output=output, activation=plain_activation(self.spec.activation), norm=norm)
 
     def _empty_recurrence(self) -> Recurrence:
         spec, width = self.spec, self.spec.hidden_size
@@ -297,26 +356,41 @@ class Decoder:
     def _empty_attention(self, index: int) -> Attention:
         spec, layer = self.spec, self.spec.layers[index]
         return Attention(
-            index=sum(earlier.keeps_keys for earlier in spec.layers[:index]),
-            rule=AttentionRule(scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap),
+            index=sum(
+                earlier.keeps_keys for earlier in spec.layers[: index if layer.keys_of is None else layer.keys_of]
+            ),
+            rule=AttentionRule(
+                scale=spec.attention_scale,
+                window=layer.window,
+                softcap=spec.attention_softcap,
+                sees_spans=layer.sees_spans,
+            ),
             qkv=self._empty_linear(self._projections[index]["qkv"], bias=spec.qkv_bias),
             output=self._empty_linear(self._projections[index]["output"], bias=spec.output_bias),
             sinks_H=torch.empty(spec.num_heads, device=self.device) if spec.has_sinks else None,
+            value_norm=RmsNorm(weight=torch.ones(layer.head_size, device=self.device), eps=spec.norm_eps)
+            if spec.norms_values
+            else None,
         )
 
     def _empty_mlp(self, index: int) -> GatedMlp | PlainMlp | Experts | None:
         spec, layer = self.spec, self.spec.layers[index]
         if not layer.has_mlp:
             return None
+        if not layer.has_dense_mlp:
+            return self._empty_experts()
         place: Any = {"dtype": self.dtype, "device": self.device}
-        if layer.has_experts:
-            assert spec.experts is not None
-            return Experts.empty(spec.experts, spec.hidden_size, spec.activation, **place)
         first, down = (self._empty_linear(self._projections[index][r], bias=spec.mlp_bias) for r in ("gate_up", "down"))
         if spec.is_gated:
             return GatedMlp(gate_up=first, down=down, activation=spec.activation, gate_scale=spec.mlp_scales[0])
         activation = Xielu.empty(**place) if spec.activation == "xielu" else plain_activation(spec.activation)
         return PlainMlp(up=first, down=down, activation=activation)
+
+    def _empty_experts(self) -> Experts:
+        spec = self.spec
+        assert spec.experts is not None
+        place: Any = {"dtype": self.dtype, "device": self.device}
+        return Experts.empty(spec.experts, spec.hidden_size, spec.activation, norm_eps=spec.norm_eps, **place)
 
     def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | QuantizedLinear:
         weight = self._empty_weight(projection)
@@ -353,6 +427,11 @@ class Decoder:
             yield from _parts(outer_projection(self.spec, "head"), self.head_VM)
         for name, destination in _norm_parts("model.norm", self.final_norm):
             yield stored_name(self.spec, name), destination
+        if self.layer_inputs is not None:
+            yield from _parts(outer_projection(self.spec, "layer_table"), self.layer_inputs.table_VX)
+            yield from _linear_parts(outer_projection(self.spec, "layer_context"), self.layer_inputs.context)
+            norm = self.layer_inputs.norm.weight
+            yield stored_name(self.spec, "model.per_layer_projection_norm.weight"), norm
         for index, layer in enumerate(self.layers):
             prefix, of_layer = f"model.layers.{index}", self._projections[index]
             others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
@@ -372,6 +451,13 @@ class Decoder:
                 yield from _linear_parts(of_layer["down"], layer.mlp.down)
                 if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
                     others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
+            if layer.experts is not None:
+                others += layer.experts.destinations(prefix)
+            if layer.gate is not None:
+                yield from _linear_parts(of_layer["input_gate"], layer.gate.gate)
+                yield from _linear_parts(of_layer["input_output"], layer.gate.output)
+            if layer.scale_1 is not None:
+                others.append((f"{prefix}.layer_scalar", layer.scale_1))
             for name, destination in others:
                 yield stored_name(self.spec, name), destination
 

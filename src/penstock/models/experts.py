@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import Any
@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
-from penstock.models.layers import GatedMlp, Linear, PlainMlp, gated_activation, plain_activation, product, wide_product
+from penstock.models.layers import (
+    GatedMlp,
+    Linear,
+    PlainMlp,
+    RmsNorm,
+    gated_activation,
+    plain_activation,
+    product,
+    wide_product,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +40,21 @@ class Experts:
     shared: GatedMlp | PlainMlp | None  # an expert that every token has
     shared_gate: Linear | None
     score_bias_E: torch.Tensor | None = None
+    routed_norm: RmsNorm | None = None  # of what the router reads; None: it reads what the experts do
+    scales_E: torch.Tensor | None = None  # of the weights, once they are chosen
+    routed_TM: torch.Tensor | None = None  # what the router reads of this step, normed
     num_real_1: torch.Tensor | None = None  # on a GPU: tokens before the padding; None: there is none
 
     @classmethod
     def empty(
-        cls, spec: ExpertsSpec, hidden_size: int, activation: str, *, dtype: torch.dtype, device: torch.device
+        cls,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        activation: str,
+        *,
+        norm_eps: float = 1e-6,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Experts:
         tensor = partial(torch.empty, dtype=dtype, device=device)
         linear = partial(Linear.empty, bias=False, dtype=dtype, device=device)
@@ -60,6 +79,10 @@ class Experts:
             shared=shared,
             shared_gate=linear(1, hidden_size) if shared and spec.has_shared_gate else None,
             score_bias_E=torch.empty(count, device=device) if spec.sigmoid and spec.sigmoid.has_bias else None,
+            routed_norm=RmsNorm(weight=torch.empty(hidden_size, device=device), eps=norm_eps)
+            if spec.norms_routed
+            else None,
+            scales_E=torch.empty(count, device=device) if spec.norms_routed else None,
         )
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
@@ -110,13 +133,27 @@ class Experts:
         if self.spec.sigmoid is not None:
             weights_TA, experts_TA = self._by_scores(self.spec.sigmoid, x_TM)
             return weights_TA.to(x_TM.dtype), experts_TA
-        logits_TE = self.router(x_TM).float()
+        logits_TE = self.logits(x_TM).float()
         chosen_TA, experts_TA = logits_TE.topk(self.spec.num_active, dim=-1)
         if self.spec.normalizes_chosen:
             weights_TA = chosen_TA.softmax(-1)
         else:
             weights_TA = (chosen_TA - logits_TE.logsumexp(-1, keepdim=True)).exp_()
-        return weights_TA.to(x_TM.dtype), experts_TA
+        return self.scaled(weights_TA, experts_TA).to(x_TM.dtype), experts_TA
+
+    def reading(self, hidden_TM: torch.Tensor, num_real_1: torch.Tensor | None) -> Experts:
+        """The same for one step, whose hidden states the router may read with a norm of its own."""
+        routed_TM = None if self.routed_norm is None else self.routed_norm(hidden_TM, self.down_EMF.dtype)
+        return replace(self, routed_TM=routed_TM, num_real_1=num_real_1)
+
+    def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return self.router(x_TM if self.routed_TM is None else self.routed_TM)
+
+    def scaled(self, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
+        """Multiplies each weight with its expert's factor; experts past the last one are those of padding."""
+        if self.scales_E is None:
+            return weights_TA
+        return weights_TA * self.scales_E[experts_TA.long().clamp(max=len(self.scales_E) - 1)]
 
     def _by_scores(self, routing: SigmoidRouting, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores_TE = wide_product(x_TM, self.router.weight_OI).sigmoid_()
@@ -153,6 +190,9 @@ class Experts:
             yield f"{prefix}.{names.router}.bias", self.router.bias_O
         if self.score_bias_E is not None:
             yield f"{prefix}.{names.score_bias}", self.score_bias_E
+        if self.routed_norm is not None and self.scales_E is not None:
+            yield f"{prefix}.{names.routed_scale}", self.routed_norm.weight
+            yield f"{prefix}.{names.expert_scales}", self.scales_E
         experts = f"{prefix}.{names.experts}"
         if names.layout == "one by one":
             yield from self._one_by_one(experts)

@@ -68,6 +68,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
         score_bias="mixer.gate.e_score_correction_bias",
     ),
     "deepseek": ExpertNames(shared="mlp.shared_experts"),
+    "gemma4": ExpertNames(router="router.proj", experts="experts", layout="outputs first", gate="gate_up_proj"),
 }
 _QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
 _QWEN_INTERVAL = ("full_attention_interval", 4)
@@ -198,6 +199,18 @@ _EPS_5 = {"rms_norm_eps": 1e-5}
 _QWEN_HYBRID_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 _GEMMA_DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
+_GEMMA4 = {"norms_outputs": True, "qk_norm": "head", "norms_values": True, "scales_layers": True}
+_GEMMA4_DEFAULTS = {
+    **_GEMMA_DEFAULTS,
+    "num_key_value_heads": 4,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(biases=_ALL_BIASES),
@@ -284,6 +297,28 @@ FAMILIES: Mapping[str, Family] = {
         full_every=("sliding_window_pattern", "_sliding_window_pattern", 6),
         traits={**_GEMMA, "qk_norm": "head"},
         defaults={**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        has_local_rotary=True,
+    ),
+    "gemma4_text": Family(
+        tied_by_default=True,
+        sliding="by-layer-type",
+        traits=_GEMMA4,
+        keys={"num_experts_per_tok": "top_k_experts"},
+        defaults={
+            **_GEMMA4_DEFAULTS,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+        },
+        known={"use_bidirectional_attention": "vision"},
+        has_local_rotary=True,
+        experts="gemma4",
+    ),
+    "gemma4_unified_text": Family(
+        tied_by_default=True,
+        sliding="by-layer-type",
+        traits=_GEMMA4,
+        defaults={**_GEMMA4_DEFAULTS, "sliding_window": 1024},
+        known={"use_bidirectional_attention": "vision"},
         has_local_rotary=True,
     ),
     "ministral3": Family(

@@ -21,6 +21,8 @@ class ExpertNames:
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the first is gate and up in one
     shared_gate: str = "mlp.shared_expert_gate"
     score_bias: str = "mlp.gate.e_score_correction_bias"
+    routed_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +50,33 @@ class ExpertsSpec:
     has_shared_gate: bool = True  # whether a gate of its own weighs it
     is_gated: bool = True
     sigmoid: SigmoidRouting | None = None  # None: softmax
+    norms_routed: bool = False  # the router has a norm of its own, and each expert a factor of its weight
 
     def num_parameters(self, hidden_size: int) -> int:
         matrices = (2 + self.is_gated) * self.intermediate_size * hidden_size
         biases = (2 * self.intermediate_size + hidden_size + 1) * self.has_biases
         biases += self.sigmoid is not None and self.sigmoid.has_bias
+        biases += self.norms_routed
         shared = (
             ((2 + self.is_gated) * self.shared_size + self.has_shared_gate) * hidden_size if self.shared_size else 0
         )
-        return self.num_experts * (matrices + biases + hidden_size) + shared
+        return self.num_experts * (matrices + biases + hidden_size) + shared + hidden_size * self.norms_routed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsSpec:
+    """Tokens have a row in a second table too, with a part for each layer, which is gated and added last."""
+
+    width: int  # of a part
+    vocab_size: int
+    padding: int  # the token whose row images take
+
+    def num_looked_up(self, num_layers: int) -> int:
+        return self.vocab_size * num_layers * self.width
+
+    def num_parameters(self, hidden_size: int, num_layers: int) -> int:
+        of_layer = (3 * hidden_size + self.vocab_size) * self.width + hidden_size
+        return num_layers * of_layer + self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

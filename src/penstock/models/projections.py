@@ -8,9 +8,28 @@ from typing import Literal
 
 from penstock.models.spec import DecoderSpec
 
-EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
-# gate_up: of MLPs without a gate, up alone.
-Role = Literal["embeddings", "head", "qkv", "output", "gate_up", "down"]
+# gate_up: of MLPs without a gate, up alone. Layers may have inputs of their own: rows of a table, and the context that
+# all of them are made of; what they gate goes through input_gate and input_output.
+Role = Literal[
+    "embeddings",
+    "head",
+    "layer_table",
+    "layer_context",
+    "qkv",
+    "output",
+    "gate_up",
+    "down",
+    "input_gate",
+    "input_output",
+]
+Outer = Literal["embeddings", "head", "layer_table", "layer_context"]
+OUTSIDE_LAYERS = ("embeddings", "head", "layer_table")
+OUTER: dict[Outer, str] = {
+    "embeddings": "model.embed_tokens",
+    "head": "lm_head",
+    "layer_table": "model.embed_tokens_per_layer",
+    "layer_context": "model.per_layer_model_projection",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +57,20 @@ def projections(spec: DecoderSpec) -> Iterator[Projection]:
     yield outer_projection(spec, "embeddings")
     if not spec.has_tied_embeddings:
         yield outer_projection(spec, "head")
+    if spec.layer_inputs is not None:
+        yield outer_projection(spec, "layer_table")
+        yield outer_projection(spec, "layer_context")
     for index in range(spec.num_layers):
         yield from layer_projections(spec, index).values()
 
 
-def outer_projection(spec: DecoderSpec, role: Literal["embeddings", "head"]) -> Projection:
-    name = EMBEDDINGS if role == "embeddings" else HEAD
-    return _projection(spec, role, [(name, spec.vocab_size)], spec.hidden_size)
+def outer_projection(spec: DecoderSpec, role: Outer) -> Projection:
+    num_outputs, num_inputs = spec.vocab_size, spec.hidden_size
+    if spec.layer_inputs is not None and role in ("layer_table", "layer_context"):
+        of_layers = spec.num_layers * spec.layer_inputs.width
+        is_table = role == "layer_table"
+        num_outputs, num_inputs = (spec.layer_inputs.vocab_size, of_layers) if is_table else (of_layers, num_inputs)
+    return _projection(spec, role, [(OUTER[role], num_outputs)], num_inputs)
 
 
 def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
@@ -59,12 +85,16 @@ def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
         fused = [(f"{prefix}.qkv_proj", sum(rows))]
         found.append(_projection(spec, "qkv", fused if spec.has_fused_qkv else separate, spec.hidden_size))
         found.append(_projection(spec, "output", [(f"{prefix}.o_proj", spec.hidden_size)], heads))
-    if layer.has_mlp and not layer.has_experts:
-        prefix, inner = f"model.layers.{index}.mlp", spec.intermediate_size
+    if layer.has_dense_mlp:
+        prefix, inner = f"model.layers.{index}.mlp", spec.intermediate_size * layer.mlp_factor
         separate = [(f"{prefix}.gate_proj", inner)] * spec.is_gated + [(f"{prefix}.up_proj", inner)]
         fused = [(f"{prefix}.gate_up_proj", 2 * inner)]
         found.append(_projection(spec, "gate_up", fused if spec.has_fused_mlp else separate, spec.hidden_size))
         found.append(_projection(spec, "down", [(f"{prefix}.down_proj", spec.hidden_size)], inner))
+    if spec.layer_inputs is not None:
+        prefix, width = f"model.layers.{index}.per_layer", spec.layer_inputs.width
+        found.append(_projection(spec, "input_gate", [(f"{prefix}_input_gate", width)], spec.hidden_size))
+        found.append(_projection(spec, "input_output", [(f"{prefix}_projection", spec.hidden_size)], width))
     return {projection.role: projection for projection in found}
 
 

@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 
 from penstock.models.files import ModelFiles
 from penstock.models.gguf_translation import hf_tensors
-from penstock.models.projections import Projection, projections
+from penstock.models.projections import OUTSIDE_LAYERS, Projection, projections
 from penstock.models.spec import DecoderSpec
 
 GROUP = 32  # inputs that share a scale
@@ -48,8 +48,7 @@ class Quantization:
         if projection.num_inputs % GROUP:
             return None
         if self.asked is not None:
-            is_outer = projection.role in ("embeddings", "head")
-            return Format.INT8 if is_outer else self.asked
+            return Format.INT8 if projection.role in OUTSIDE_LAYERS else self.asked
         formats = {self.stored.get(part.name) for part in projection.parts}
         if None in formats:
             return None
@@ -91,7 +90,7 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
     are_all = spec.experts is None and spec.recurrent is None
     for projection in projections(spec):
         if (found := quantization.format(projection)) is None:
-            are_all = are_all and projection.role in ("embeddings", "head")
+            are_all = are_all and projection.role in OUTSIDE_LAYERS
             continue
         num_values += projection.num_outputs * projection.num_inputs
         num_bytes += matrix_bytes(found, projection.num_outputs, projection.num_inputs)

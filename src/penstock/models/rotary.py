@@ -55,6 +55,10 @@ def _inverse_frequencies(spec: RotarySpec, variant: str) -> tuple[torch.Tensor, 
     parameters = spec.parameters
     if spec.type == "linear":
         return plain_R / float(parameters["factor"]), 1.0
+    if spec.type == "proportional":
+        num_turned = int(float(parameters.get("partial_rotary_factor", 1.0)) * spec.num_dims // 2)
+        plain_R[num_turned:] = 0
+        return plain_R / float(parameters.get("factor", 1.0)), 1.0
     if spec.type == "factors":
         return plain_R / torch.tensor(parameters["factors"], dtype=torch.float32), 1.0
     if spec.type == "llama3":

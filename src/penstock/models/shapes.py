@@ -36,6 +36,7 @@ def native_shape(
         quantized_bytes=quantized.num_bytes if quantized else 0,
         dequantized_tile_bytes=quantized.tile_values * DTYPE_BYTES[dtype] if quantized and not multiplies_codes else 0,
         group_sum_bytes_per_token=quantized.most_groups * GROUP_SUM_BYTES if quantized and multiplies_codes else 0,
+        layer_input_values=_layer_input_values(spec),
         expert_bytes_per_token=_expert_bytes(spec, DTYPE_BYTES[dtype]) if device == "cuda" else 0,
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
@@ -61,9 +62,13 @@ def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
     }
 
 
+def _layer_input_values(spec: DecoderSpec) -> int:
+    return spec.num_layers * spec.layer_inputs.width if spec.layer_inputs else 0
+
+
 def _largest_matrix(spec: DecoderSpec) -> int:
-    recurrent_rows = spec.recurrent.widest_rows if spec.recurrent else 0
-    return spec.hidden_size * max((1 + spec.is_gated) * spec.widest_mlp, spec.qkv_rows, recurrent_rows)
+    others = (spec.recurrent.widest_rows if spec.recurrent else 0, _layer_input_values(spec))
+    return spec.hidden_size * max((1 + spec.is_gated) * spec.widest_mlp, spec.qkv_rows, *others)
 
 
 def generic_shape(spec: GenericSpec, *, num_parameters: int, item_bytes: int, keeps_own_cache: bool) -> ModelShape:

@@ -8,12 +8,22 @@ from typing import Any, Literal
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.families import EXPERT_NAMES, FAMILIES, Family
-from penstock.models.layer_specs import ConvSpec, DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec, SigmoidRouting
+from penstock.models.layer_specs import (
+    ConvSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    LayerInputsSpec,
+    MambaSpec,
+    RecurrentSpec,
+    SigmoidRouting,
+)
+from penstock.models.unlike_layers import gemma4_config, gemma4_layers
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors", "proportional")
 LOCAL_THETA = {"olmo3": 500_000.0}  # of layers with a window, where a config names none
 RECURRENT_KINDS = ("linear_attention", "mamba", "conv")
 SIGMOID_EPS = {"lfm2": 1e-6, "nemotron": 1e-20, "deepseek": 1e-20}  # of mixtures with a score for each expert
+NORMS_BESIDE = 3  # of an MLP beside experts: of what each gives, and of what the experts read
 NUM_XIELU = 4  # numbers of an activation that is learnt
 # Where a config names none.
 ROTARY_SECTIONS = {
@@ -61,6 +71,10 @@ class LayerSpec:
     has_attention: bool = True
     has_mlp: bool = True  # or experts
     keys_of: int | None = None  # the layer before it whose keys and values it attends to; None: its own
+    keys_are_values: bool = False  # before norms: one projection gives both
+    mlp_factor: int = 1  # how many times as wide as the model says its MLP is
+    has_mlp_beside: bool = False  # beside experts; what both give is added
+    sees_spans: bool = True  # whether images see themselves
 
     @property
     def keeps_keys(self) -> bool:
@@ -69,6 +83,10 @@ class LayerSpec:
     @property
     def kv_rows(self) -> int:
         return self.num_kv_heads * self.head_size
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        return self.has_mlp and (self.has_mlp_beside or not self.has_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +130,9 @@ class DecoderSpec:
     attention_input_scale: float = 1.0
     attention_output_scale: float = 1.0
     mlp_scales: tuple[float, float] = (1.0, 1.0)  # of what is activated, and of what an MLP gives
+    norms_values: bool = False  # by head, without weights
+    scales_layers: bool = False  # by a number of each, after it
+    layer_inputs: LayerInputsSpec | None = None
     renames: tuple[tuple[str, str], ...] = ()  # (our part of a name, the checkpoint's)
 
     @property
@@ -156,7 +177,8 @@ class DecoderSpec:
     def attention_rows(self, layer: LayerSpec) -> tuple[int, int, int]:
         """Counts the rows of a layer's projections to queries, keys and values."""
         kv_rows = layer.kv_rows if layer.keys_of is None else 0
-        return self.num_heads * layer.head_size * (2 if self.has_output_gate else 1), kv_rows, kv_rows
+        v_rows = 0 if layer.keys_are_values else kv_rows
+        return self.num_heads * layer.head_size * (2 if self.has_output_gate else 1), kv_rows, v_rows
 
     @property
     def q_rows(self) -> int:
@@ -178,22 +200,36 @@ class DecoderSpec:
 
     @property
     def num_parameters(self) -> int:
-        rows = (1 + self.is_gated) * self.intermediate_size
-        mlp = (rows + self.intermediate_size) * self.hidden_size + (rows + self.hidden_size) * self.mlp_bias
-        mlp += NUM_XIELU * (self.activation == "xielu")
-        num_sparse = sum(layer.has_experts for layer in self.layers)
         sparse = self.experts.num_parameters(self.hidden_size) if self.experts else 0
         norm = self.hidden_size * (1 + self.has_norm_biases)
         num_mlps = sum(layer.has_mlp for layer in self.layers)
         num_norms = self.num_layers if self.is_parallel else self.num_mixed + num_mlps
         norms = num_norms * norm * (self.norms_inputs + self.norms_outputs)
+        norms += sum(NORMS_BESIDE * norm for layer in self.layers if layer.has_mlp_beside)
         recurrent = len(self.recurrent_layers) * (
             self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
         )
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        mlps = (num_mlps - num_sparse) * mlp + num_sparse * sparse
+        mlps = sum(self._mlp_parameters(layer) + sparse * layer.has_experts for layer in self.layers)
         mixers = sum(self._attention_parameters(layer) for layer in self.layers if layer.has_attention) + recurrent
-        return mixers + norms + mlps + norm + embeddings
+        others = norm + self.num_layers * self.scales_layers
+        if self.layer_inputs is not None:
+            num_looked_up = self.layer_inputs.num_looked_up(self.num_layers)
+            others += self.layer_inputs.num_parameters(self.hidden_size, self.num_layers) - num_looked_up
+        return mixers + norms + mlps + others + self.num_embedded
+
+    def _mlp_parameters(self, layer: LayerSpec) -> int:
+        if not layer.has_dense_mlp:
+            return 0
+        inner = self.intermediate_size * layer.mlp_factor
+        rows = (1 + self.is_gated) * inner
+        mlp = (rows + inner) * self.hidden_size + (rows + self.hidden_size) * self.mlp_bias
+        return mlp + NUM_XIELU * (self.activation == "xielu")
+
+    @property
+    def num_embedded(self) -> int:
+        """Counts the parameters of tables that tokens are looked up in, and of the head."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
+        return embeddings + (self.layer_inputs.num_looked_up(self.num_layers) if self.layer_inputs else 0)
 
     @property
     def attention_growth(self) -> float:
@@ -201,15 +237,14 @@ class DecoderSpec:
         growing = sum(layer.head_size for layer in self.layers if layer.window is None and layer.has_attention)
         if self.experts is not None or not growing:
             return 0.0
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.has_tied_embeddings else 2)
-        return 2 * growing * self.num_heads / (self.num_parameters - embeddings)
+        return 2 * growing * self.num_heads / (self.num_parameters - self.num_embedded)
 
     @property
     def widest_mlp(self) -> int:
         """Intermediate values of a token in the layer that has most; all tokens may choose one expert."""
-        is_dense = any(layer.has_mlp and not layer.has_experts for layer in self.layers)
         of_experts = max(self.experts.intermediate_size, self.experts.shared_size) if self.experts else 0
-        return max(of_experts, self.intermediate_size if is_dense else 0)
+        dense = (self.intermediate_size * layer.mlp_factor for layer in self.layers if layer.has_dense_mlp)
+        return max(of_experts, *dense, 0)
 
     def rotary_variant(self, prompt_tokens: int) -> str:
         variants = {rotary.variant(prompt_tokens) for rotary in self.rotaries.values()}
@@ -251,6 +286,9 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) -> DecoderSpec:
+    is_gemma, is_gemma4 = model_type.startswith("gemma"), model_type.startswith("gemma4")
+    if is_gemma4:
+        config = {**config, **gemma4_config(config)}
     num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     hidden_size = int(config["hidden_size"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -260,7 +298,10 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in family.activations:
         raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(family.activations)}.")
-    is_gemma = model_type.startswith("gemma")
+    by_layer = _heads(config, num_layers, num_kv_heads, head_size)
+    if is_gemma4:
+        by_layer = [heads | more for heads, more in zip(by_layer, gemma4_layers(config, by_layer), strict=True)]
+    layers = _layers(model_type, family, config, by_layer)
     tied = config.get("tie_word_embeddings")
     values: dict[str, Any] = {
         "family": model_type,
@@ -270,11 +311,13 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "num_heads": num_heads,
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "max_context": int(config["max_position_embeddings"]),
-        "layers": (layers := _layers(model_type, family, config, _heads(config, num_layers, num_kv_heads, head_size))),
-        "rotaries": _rotaries(model_type, family, config, head_size),
+        "layers": layers,
+        "rotaries": _rotaries(model_type, family, config, _rotated_sizes(layers, head_size)),
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
-        "attention_scale": float(config["query_pre_attn_scalar"] if is_gemma else head_size) ** -0.5,
+        "attention_scale": 1.0
+        if is_gemma4
+        else float(config["query_pre_attn_scalar"] if is_gemma else head_size) ** -0.5,
         "query_scale": _query_scale(config) if model_type == "ministral3" else None,
         "logit_scale": float(config.get("logit_scale") or 1.0) if model_type.startswith("cohere") else 1.0,
         **{bias: bool(config.get(key)) for bias, key in family.biases.items()},
@@ -282,6 +325,7 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "attention_softcap": config.get("attn_logit_softcapping") if model_type == "gemma2" else None,
         "logit_softcap": config.get("final_logit_softcapping") if is_gemma else None,
         "experts": _experts(family, config),
+        "layer_inputs": _layer_inputs(config) if model_type == "gemma4_text" else None,
         "recurrent": _recurrent(model_type, family, config) if any(layer.is_recurrent for layer in layers) else None,
     }
     if model_type.startswith("granite"):
@@ -353,7 +397,15 @@ def _granite_scales(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_size: int) -> list[dict[str, int]]:
+def _layer_inputs(config: Mapping[str, Any]) -> LayerInputsSpec | None:
+    if not (width := config["hidden_size_per_layer_input"]):
+        return None
+    return LayerInputsSpec(
+        width=int(width), vocab_size=int(config["vocab_size_per_layer_input"]), padding=int(config["pad_token_id"] or 0)
+    )
+
+
+def _heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_size: int) -> list[dict[str, Any]]:
     """The heads of each layer: as the config says of all, unless it says it of one."""
     own = {int(place): dict(values) for place, values in (config.get("per_layer_config") or {}).items()}
     names = {"num_kv_heads": "num_key_value_heads", "head_size": "head_dim"}
@@ -365,9 +417,9 @@ def _heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_s
 
 
 def _layers(
-    model_type: str, family: Family, config: Mapping[str, Any], heads: list[dict[str, int]]
+    model_type: str, family: Family, config: Mapping[str, Any], by_layer: list[dict[str, Any]]
 ) -> tuple[LayerSpec, ...]:
-    num_layers = len(heads)
+    num_layers = len(by_layer)
     has_windows = family.sliding != "none" and config.get("use_sliding_window") is not False
     window = config.get("sliding_window") if has_windows else None
     kinds = ["sliding_attention" if family.sliding == "all" else "full_attention"] * num_layers
@@ -378,7 +430,7 @@ def _layers(
     rotates_all = family.rotates == "all" or (family.rotates == "windows" and not window)
     return tuple(
         LayerSpec(
-            **heads[index],
+            **by_layer[index],
             window=int(window) if window and kind == "sliding_attention" else None,
             rotary=rotaries.get(kind, "global")
             if (rotates_all or kind == "sliding_attention") and _has_rotary(model_type, config, index)
@@ -426,6 +478,7 @@ def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
         has_shared_gate=family.experts in ("qwen", "mixtral"),
         is_gated=bool(family.traits.get("is_gated", True)),
         sigmoid=_sigmoid(family, config) if family.experts in SIGMOID_EPS else None,
+        norms_routed=family.experts == "gemma4",
     )
 
 
@@ -517,11 +570,21 @@ def _layer_types(family: Family, config: Mapping[str, Any], num_layers: int) -> 
     return ["full_attention" if flag else other for flag in is_full]
 
 
-def _rotaries(model_type: str, family: Family, config: Mapping[str, Any], head_size: int) -> dict[str, RotarySpec]:
+def _rotated_sizes(layers: tuple[LayerSpec, ...], head_size: int) -> dict[str, int]:
+    """The size of the heads that each table turns."""
+    own = {layer.rotary: layer.head_size for layer in layers if layer.rotary}
+    if any(own[layer.rotary] != layer.head_size for layer in layers if layer.rotary):
+        raise ValueError("layers of one kind have heads of several sizes")
+    return {"global": head_size, "local": head_size, **own}
+
+
+def _rotaries(
+    model_type: str, family: Family, config: Mapping[str, Any], head_sizes: Mapping[str, int]
+) -> dict[str, RotarySpec]:
     parameters, theta = _rope_parameters(config), float(config.get("rope_theta") or family.theta)
     if not family.has_local_rotary:
         parameters = parameters.get("full_attention", parameters)
-        return {"global": _rotary(model_type, parameters, theta, config, head_size)}
+        return {"global": _rotary(model_type, parameters, theta, config, head_sizes["global"])}
     is_nested = "full_attention" in parameters or "sliding_attention" in parameters
     if config.get("rope_parameters") and not is_nested and model_type == "olmo3":
         raise UnsupportedModel("olmo3 has no native form with rope_parameters that do not tell the types of layers.")
@@ -529,8 +592,8 @@ def _rotaries(model_type: str, family: Family, config: Mapping[str, Any], head_s
     local = (parameters.get("sliding_attention") or {}) if is_nested else {}
     local_theta = float(config.get("rope_local_base_freq") or LOCAL_THETA.get(model_type, 10_000.0))
     return {
-        "global": _rotary(model_type, full, theta, config, head_size),
-        "local": _rotary(model_type, local, local_theta, config, head_size),
+        "global": _rotary(model_type, full, theta, config, head_sizes["global"]),
+        "local": _rotary(model_type, local, local_theta, config, head_sizes["local"]),
     }
 
 
@@ -561,7 +624,7 @@ def _rotary(
     return RotarySpec(
         type=kind,
         theta=theta,
-        num_dims=int(head_size * share),
+        num_dims=head_size if kind == "proportional" else int(head_size * share),
         parameters=values,
         original_context=values["original_context"] if kind == "longrope" else None,
         sections=tuple(int(size) for size in parameters.get("mrope_section") or ROTARY_SECTIONS.get(model_type, ())),

@@ -34,6 +34,7 @@ class ModelShape:
     state_bytes: int = 0  # of one sequence, in all recurrent layers
     recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
     expert_bytes_per_token: int = 0  # that live while a GPU computes a mixture
+    layer_input_values: int = 0  # of a token, that live through a step beside what its layers compute
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
     num_quantized: int = 0  # parameters kept in few bits
     quantized_bytes: int = 0  # that those take
@@ -166,6 +167,9 @@ class MemoryModel:
         mlp = 3 * shape.intermediate_size + shape.hidden_size
         widest_bytes = max(max(attention, mlp) * shape.dtype_bytes, shape.recurrent_bytes_per_token)
         widest_bytes = max(widest_bytes, shape.expert_bytes_per_token)
+        layer_input_bytes = shape.layer_input_values * shape.dtype_bytes
+        # Each is made of two others.
+        widest_bytes = max(widest_bytes, 2 * layer_input_bytes) + layer_input_bytes
         norm_in_float32 = 2 * shape.hidden_size * 4
         return chunk * (2 * shape.hidden_size * shape.dtype_bytes + widest_bytes + norm_in_float32)
 
