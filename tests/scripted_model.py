@@ -20,10 +20,12 @@ def call(function: str, **arguments: object) -> str:
 
 
 @contextmanager
-def playing(folder: Path, script: list[str], *flags: str, template: str = TEMPLATE) -> Iterator[ServerProcess]:
+def playing(
+    folder: Path, script: list[str], *flags: str, template: str = TEMPLATE, is_hybrid: bool = False
+) -> Iterator[ServerProcess]:
     model = folder / "tiny"
     model.mkdir()
-    save_tiny_chat_model(model, template, max_tokens=32768)
+    save_tiny_chat_model(model, template, max_tokens=32768, is_hybrid=is_hybrid)
     (folder / "script.json").write_text(json.dumps(script))
     command = [*PLAYER, str(folder / "script.json")]
     with serving(str(model), "--dtype", "float32", "--memory", "2GiB", *flags, command=command) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,16 +36,22 @@ To call one, write <tool_call>
 
 
 def save_tiny_chat_model(
-    folder: Path, template: str = TEMPLATE, max_tokens: int = 4096, special_tokens: Sequence[str] = ()
+    folder: Path,
+    template: str = TEMPLATE,
+    max_tokens: int = 4096,
+    special_tokens: Sequence[str] = (),
+    *,
+    is_hybrid: bool = False,
 ) -> None:
-    """`special_tokens`: added to those of the tokenizer."""
+    """`special_tokens`: added to those of the tokenizer. `is_hybrid`: the model has recurrent state."""
     backend = tokenizer_from_gguf(resolve(DEFAULT_MODEL).gguf.metadata).backend
     backend.add_special_tokens([*special_tokens])
     backend.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    kind = partial(transformers.Lfm2Config, layer_types=["conv", "full_attention"], block_multiple_of=32)
+    config = (kind if is_hybrid else transformers.LlamaConfig)(
         vocab_size=backend.get_vocab_size(),
         hidden_size=32,
         intermediate_size=64,

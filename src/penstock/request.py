@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
 from penstock.errors import InvalidSetting
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
+HitReason = Literal["running", "pinned", "recent"]
 Pooling = Literal["mean", "last"]
 LEAST_TEMPERATURE = 1e-4  # logits that are divided by less leave what a float holds
 
@@ -138,6 +139,7 @@ class Request:
     atomic_spans: tuple[Span, ...] = ()  # media that see themselves: no chunk ends inside one
     chunk_size: int | None = None  # None: the engine's; 0: the prompt is read whole
     num_announced: int = 0  # tokens that the prompt will have, where that is known before they are; 0: it is not
+    forks: tuple[int, ...] = ()  # after so many of its tokens others are expected to go on in their own way
 
     @property
     def first_decoder_position(self) -> int:
@@ -163,6 +165,22 @@ class Request:
         return min(num_positions, self.source.num_positions) // self.source.num_passes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Counts tokens that the prefix cache held, by the reason why they were still there."""
+
+    running: int = 0  # a request that ran had them too
+    pinned: int = 0  # an answer before them ended with a call, whose result was awaited
+    recent: int = 0  # nobody had needed their room since
+
+    @property
+    def num_tokens(self) -> int:
+        return self.running + self.pinned + self.recent
+
+    def plus(self, reason: HitReason, num_tokens: int) -> Hits:
+        return replace(self, **{reason: getattr(self, reason) + num_tokens})
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -182,6 +200,8 @@ class Sequence:
     num_steps: int = 0  # in flight, with a chunk of it
     num_pending: int = 0  # tokens that the steps in flight will choose
     num_cached: int = 0  # prompt tokens taken from the prefix cache
+    hits: Hits = Hits()  # the same, by reason, without what it had computed itself before it lost its place
+    num_seen: int = 0  # tokens that it ever had the keys and values of
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -197,6 +217,7 @@ class Sequence:
     state_source: int | None = None  # the checkpoint to start from; None: from nothing
     last_checkpoint: int = 0  # tokens before the last one saved, or started from
     kept_checkpoint: int = 0  # tokens before the last one that stays when another is saved
+    forks: tuple[int, ...] = ()  # tokens, in whole blocks, after which a checkpoint is made and kept
 
     @property
     def id(self) -> int:
@@ -242,6 +263,7 @@ class Chunk:
     end: int
     wants_logits: bool
     num_cached: int = 0  # tokens of the sequence that came from the prefix cache
+    hits: Hits = Hits()  # by reason, those that the request never computed itself
     num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
     state: StateUse | None = None  # None: the model has no recurrent state
     num_slots_before: int | None = None  # tokens that it attends to besides its own; None: those before `start`
@@ -336,7 +358,7 @@ class Output:
     finish_reason: FinishReason
     num_prompt_tokens: int  # read so far, where a stream was cancelled
     num_computed_tokens: int
-    num_cached_tokens: int
+    hits: Hits
     chunks: tuple[ChunkRecord, ...]
     ttft_s: float | None  # None: ended before the first token
     prefill_s: float
@@ -346,6 +368,11 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
     embedding: tuple[float, ...] | None = None  # of length 1
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self.hits.num_tokens
 
     @property
     def num_prompt_chunks(self) -> int:

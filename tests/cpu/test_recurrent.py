@@ -147,7 +147,8 @@ def test_after_eviction_a_document_is_read_again(name, load):
         assert warm.token_ids == cold.token_ids
         saved.append(warm.num_cached_tokens)
         engine.scheduler.check()
-    assert saved == [640, 640, 0], "the checkpoints of one more document fit, those of two do not"
+    # The first question went on behind the last whole block of the document, so that the second finds a state there.
+    assert saved == [640, 688, 0], "the checkpoints of one more document fit, those of two do not"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(24)
         self.cache = PrefixCache(self.pool)
         self.owners: list[list[int]] = []
-        self.num_hashes = 0
+        self.num_hashes = self.now = 0
 
     @rule()
     def come(self):
@@ -52,6 +52,24 @@ class PoolMachine(RuleBasedStateMachine):
     def leave(self, data):
         owner = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
         self.pool.release(owner)
+
+    @precondition(lambda self: self.num_hashes)
+    @rule(data=st.data(), for_s=st.integers(1, 5), most=st.integers(0, 10))
+    def pin(self, data, for_s, most):
+        numbers = data.draw(st.lists(st.integers(1, self.num_hashes), unique=True))
+        known = [one for number in numbers if (one := chain_hash(b"", [number])) in self.cache]
+        self.cache.pin(known, until=self.now + for_s, most=most)
+        assert self.pool.num_pinned <= most
+
+    @rule(seconds=st.integers(1, 5))
+    def wait(self, seconds):
+        self.now += seconds
+        self.pool.expire(self.now)
+
+    @rule()
+    def wait_for_all_pins(self):
+        self.wait(5)
+        assert self.pool.num_pinned == 0
 
     @rule()
     def clear(self):
@@ -111,6 +129,66 @@ def test_leaves_are_evicted_before_the_roots_of_a_prefix():
     pool.release(blocks)
     pool.drop_cached()
     assert evicted == blocks[::-1]
+
+
+def pool_with(*prefixes):
+    """A pool that is full of computed prefixes, and the blocks of each; nobody holds them."""
+    pool = BlockPool(sum(prefixes))
+    cache, found = PrefixCache(pool), []
+    for number, num_blocks in enumerate(prefixes):
+        found.append([pool.allocate(after=None) for _ in range(num_blocks)])
+        for index, block in enumerate(found[-1]):
+            cache.put(chain_hash(b"", [number, index]), block)
+    for blocks in found:
+        pool.release(blocks)
+    return pool, *found
+
+
+def taken(pool, num_blocks):
+    """What is evicted when somebody takes so many."""
+    evicted = []
+    pool.on_evict = evicted.append
+    for _ in range(num_blocks):
+        assert pool.allocate(after=None) is not None
+    return evicted
+
+
+def test_pinned_blocks_are_evicted_after_all_others_and_their_leaves_first():
+    pool, pinned, other = pool_with(4, 6)
+    pool.pin(pinned, until=60.0, most=10)
+    assert [pool.why_kept(block) for block in (pinned[0], other[0])] == ["pinned", "recent"]
+    assert taken(pool, 6) == other[::-1]
+    pool.expire(59.0)
+    assert taken(pool, 4) == pinned[::-1], "nobody starves beside a pin"
+
+
+def test_a_pin_ends_with_its_time_and_its_blocks_count_as_used_then():
+    pool, pinned, other = pool_with(4, 6)
+    pool.pin(pinned, until=60.0, most=10)
+    pool.expire(60.0)
+    assert (pool.num_pinned, pool.why_kept(pinned[0])) == (0, "recent")
+    assert taken(pool, 1) == [*other[::-1], *pinned[::-1]]
+
+
+def test_a_side_request_that_shares_a_pinned_prefix_leaves_it_pinned():
+    pool, pinned, other = pool_with(4, 6)
+    pool.pin(pinned, until=60.0, most=10)
+    for block in pinned[:2]:
+        pool.retain(block)
+    assert pool.why_kept(pinned[0]) == "running"
+    pool.release(pinned[:2])
+    assert pool.why_kept(pinned[0]) == "pinned"
+    assert taken(pool, 6) == other[::-1]
+
+
+def test_the_budget_of_pins_keeps_the_newest_and_the_beginning_of_a_prefix():
+    pool, first, second, third = pool_with(3, 3, 10)
+    pool.pin(first, until=60.0, most=4)
+    pool.pin(second, until=61.0, most=4)
+    assert [pool.why_kept(block) for block in (*first, *second)] == ["pinned", *["recent"] * 2, *["pinned"] * 3]
+    pool.pin(third, until=62.0, most=4)
+    assert [pool.why_kept(block) for block in (*first, *second)] == ["recent"] * 6
+    assert [pool.why_kept(block) for block in third] == ["pinned"] * 4 + ["recent"] * 6
 
 
 def test_evicted_blocks_join_into_runs_again():

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import InvalidSetting
-from penstock.request import ChunkRecord, Output, Request, SamplingParams, SourceReading
+from penstock.request import ChunkRecord, Hits, Output, Request, SamplingParams, SourceReading
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_positions_of_a_source_are_passes_over_it():
 
 def output(**values):
     plain = {"request_id": 0, "text": "", "token_ids": (1, 2, 3), "finish_reason": "length", "num_prompt_tokens": 30}
-    plain |= {"num_computed_tokens": 30, "num_cached_tokens": 10, "ttft_s": 2.0, "prefill_s": 2.0, "decode_s": 4.0}
+    plain |= {"num_computed_tokens": 30, "hits": Hits(recent=10), "ttft_s": 2.0, "prefill_s": 2.0, "decode_s": 4.0}
     chunks = tuple(ChunkRecord(start=start, end=start + 10, ms=1.0) for start in (10, 20, 30))
     return Output(**plain | {"chunks": chunks, "peak_bytes": 0, "predicted_peak_bytes": 0} | values)
 

@@ -8,7 +8,7 @@ from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import InvalidSetting, PromptTooLong, QueueFull
-from penstock.request import Request, SamplingParams, SourceReading, Span, StepResult
+from penstock.request import Hits, Request, SamplingParams, SourceReading, Span, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepCost, TokenBudget
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 
@@ -147,8 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_generated=st.integers(1, 9),
         priority=st.integers(0, 2),
         is_streamed=st.booleans(),
+        forks=st.lists(st.integers(0, 40), max_size=3),
     )
-    def submit(self, seed, length, num_generated, priority, is_streamed):
+    def submit(self, seed, length, num_generated, priority, is_streamed, forks):
         request_id = len(self.prompts)
         self.prompts[request_id] = [seed * 100 + i for i in range(length)]
         self.lengths[request_id] = num_generated
@@ -162,8 +163,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 priority=priority,
                 atomic_spans=spans,
                 prompt_is_complete=not is_streamed,
+                forks=tuple(forks),
             )
         )
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), until=st.integers(1, 3), most=st.integers(0, 12))
+    def pin(self, data, until, most):
+        prompt = self.prompts[data.draw(st.sampled_from(sorted(self.prompts)))]
+        self.scheduler.holdings.pin(prompt, rotary="default", scope="", until=until, most=most)
+
+    @rule(now=st.integers(1, 3))
+    def expire(self, now):
+        self.scheduler.expire(now)
 
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data())
@@ -537,6 +549,79 @@ def test_a_prompt_of_whole_blocks_still_computes_its_last_token():
         sequence = scheduler.sequences[request_id]
         run_all(scheduler, {request_id: 1})
     assert sequence.num_cached == 28
+
+
+def hits(scheduler, request_id, prompt, **values):
+    sequence = scheduler.submit(make_request(request_id, prompt, **values))
+    run_all(scheduler, {request_id: 1})
+    return sequence.hits
+
+
+def test_hits_are_counted_by_the_reason_why_their_blocks_were_there():
+    scheduler = make_scheduler(num_blocks=24)
+    hits(scheduler, 0, range(30))
+    assert hits(scheduler, 1, [*range(20), 99, 98]) == Hits(recent=20)
+    assert scheduler.holdings.pin(range(25), rotary="default", scope="", until=60.0, most=4) == 24
+    assert hits(scheduler, 2, range(30)) == Hits(pinned=16, recent=12)
+    scheduler.expire(60.0)
+    assert hits(scheduler, 3, range(30)) == Hits(recent=28)
+    first, second = (scheduler.submit(make_request(request_id, range(200, 230))) for request_id in (4, 5))
+    run_all(scheduler, {4: 1, 5: 1})
+    assert first.hits.num_tokens + second.hits.num_tokens == 28, "each block is computed by one of them"
+    assert first.hits.running + second.hits.running >= 24
+
+
+def test_what_a_request_computed_before_it_lost_its_place_is_no_hit():
+    scheduler = make_scheduler(num_blocks=8, chunk_size=8)
+    outputs, lengths = {}, {0: 20, 1: 20}
+    sequences = [
+        scheduler.submit(make_request(request_id, range(100 * request_id, 100 * request_id + 8)))
+        for request_id in lengths
+    ]
+    while scheduler.has_work:
+        run_step(scheduler, lengths, outputs)
+    assert scheduler.num_preemptions, "the case that this is about"
+    assert [sequence.hits for sequence in sequences] == [Hits(), Hits()]
+
+
+def test_a_pinned_prefix_outlives_a_flood_and_gives_way_before_a_stream_does():
+    scheduler = make_scheduler(num_blocks=16)
+    hits(scheduler, 0, range(30))
+    scheduler.holdings.pin(range(29), rotary="default", scope="", until=60.0, most=8)
+    for request_id in range(1, 10):
+        hits(scheduler, request_id, range(100 * request_id, 100 * request_id + 30))
+    assert hits(scheduler, 10, range(30)) == Hits(pinned=28)
+    hits(scheduler, 11, range(2000, 2060))
+    assert scheduler.num_preemptions == 0
+
+
+def chunk_ends_of(scheduler, request_id, prompt, **values):
+    """(tokens found, ends of chunks) of a prompt that is read alone, its states held to the tokens that made them."""
+    sequence, states, ends = scheduler.submit(make_request(request_id, prompt, **values)), {}, []
+    states |= scheduler.told_states
+    while scheduler.has_work:
+        plan = run_step(scheduler, {request_id: 1}, {}, states)
+        ends += [chunk.end for chunk in plan.chunks]
+    scheduler.told_states = states
+    return sequence.num_cached, ends
+
+
+def test_the_place_where_two_prompts_part_is_a_checkpoint_for_the_third():
+    scheduler = make_scheduler(num_blocks=200, chunk_size=64, num_checkpoints=8)
+    scheduler.told_states = {}
+    assert chunk_ends_of(scheduler, 0, range(200)) == (0, [64, 128, 192, 200])
+    shifted = [*range(101), *range(900, 910), *range(101, 200)]
+    found, ends = chunk_ends_of(scheduler, 1, shifted)
+    assert (found, ends[0]) == (0, 64), "no state was kept there, for none was wanted"
+    assert 100 in ends
+    assert chunk_ends_of(scheduler, 2, [*range(101), *range(700, 800)])[0] == 100
+
+
+def test_a_fork_that_is_told_is_a_checkpoint_for_the_second():
+    scheduler = make_scheduler(num_blocks=200, chunk_size=64, num_checkpoints=8)
+    scheduler.told_states = {}
+    assert 100 in chunk_ends_of(scheduler, 0, range(200), forks=(102,))[1]
+    assert chunk_ends_of(scheduler, 1, [*range(102), *range(900, 1000)])[0] == 100
 
 
 def test_an_aborted_prompt_resumes_where_it_stood():

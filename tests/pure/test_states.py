@@ -51,6 +51,15 @@ class PoolMachine(RuleBasedStateMachine):
     def unpin(self):
         self.pool.unpin(self.pinned.pop())
 
+    @rule(prefix=st.sampled_from(PREFIXES), until=st.integers(1, 3))
+    def spare(self, prefix, until):
+        if prefix in self.pool:
+            self.pool.spare(prefix, until=until)
+
+    @rule(now=st.integers(1, 3))
+    def expire(self, now):
+        self.pool.expire(now)
+
     @rule(prefix=st.sampled_from(PREFIXES))
     def drop(self, prefix):
         self.pool.drop(prefix)
@@ -108,3 +117,23 @@ def test_a_lost_slot_is_noticed():
     pool.acquire()
     with pytest.raises(AssertionError, match="lost or held twice"):
         pool.check([], [])
+
+
+def test_a_spared_checkpoint_leaves_after_the_others_until_its_time_is_over():
+    pool = StatePool(num_running=1, num_checkpoints=4)
+    saved(pool, b"a", b"b", b"c", b"d")
+    pool.spare(b"a", until=60.0)
+    saved(pool, b"e")
+    assert (b"a" in pool, b"b" in pool) == (True, False)
+    pool.expire(60.0)
+    saved(pool, b"f")
+    assert (b"a" in pool, b"c" in pool) == (False, True)
+
+
+def test_half_of_the_checkpoints_are_never_spared():
+    pool = StatePool(num_running=1, num_checkpoints=4)
+    saved(pool, b"a", b"b", b"c", b"d")
+    for prefix in (b"a", b"b", b"c", b"d"):
+        pool.spare(prefix, until=60.0)
+    saved(pool, b"e", b"f")
+    assert [prefix in pool for prefix in (b"a", b"b", b"c", b"d")] == [False, False, True, True]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from penstock.errors import InvalidSetting, InvalidTrace
-from penstock.request import Chunk, Finished, Output, Request, SamplingParams, StepPlan, StepResult
+from penstock.request import Chunk, Finished, Hits, Output, Request, SamplingParams, StepPlan, StepResult
 from penstock.trace.document import Environment, Trace, TraceLane, TraceLimits, TraceModel, require_writable
 from penstock.trace.environment import environment, versions
 from penstock.trace.perfetto import write_perfetto
@@ -166,7 +166,7 @@ class Clock:
             finish_reason=reason,
             num_prompt_tokens=num_prompt,
             num_computed_tokens=num_prompt,
-            num_cached_tokens=0,
+            hits=Hits(),
             chunks=(),
             ttft_s=None,
             prefill_s=0.0,

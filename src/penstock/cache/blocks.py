@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.request import HitReason
 
 EVICTION_BATCH = 64  # freeing several at once lets neighbours join into one run
 
@@ -11,7 +13,7 @@ EVICTION_BATCH = 64  # freeing several at once lets neighbours join into one run
 class BlockPool:
     """Hands out blocks in contiguous runs, counts their holders, and keeps unheld cached blocks until they are needed.
 
-    A block is free, held (count >= 1), or cached (count 0, its content still reusable).
+    A block is free, held (count >= 1), or cached (count 0, its content still reusable). Pinned ones are evicted last.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None = None) -> None:
@@ -21,6 +23,8 @@ class BlockPool:
         self.high_water = 0  # blocks ever touched: their memory stays resident
         self._holders: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached_pinned: OrderedDict[int, None] = OrderedDict()  # the same of pinned ones
+        self._pinned_until: OrderedDict[int, float] = OrderedDict()  # held or cached; the first to end comes first
         self._keeps_content: set[int] = set()
         self._free_end_by_start: dict[int, int] = {0: num_blocks}
         self._free_start_by_end: dict[int, int] = {num_blocks: 0}
@@ -30,7 +34,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that an allocation can get: free ones and cached ones."""
-        return self._num_free + len(self._cached)
+        return self._num_free + self.num_cached
 
     @property
     def num_held(self) -> int:
@@ -38,7 +42,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._cached_pinned)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned_until)
 
     def holders(self, block: int) -> int:
         return self._holders.get(block, 0)
@@ -61,6 +69,7 @@ class BlockPool:
     def retain(self, block: int) -> None:
         """One more holder; a cached block becomes held again."""
         self._cached.pop(block, None)
+        self._cached_pinned.pop(block, None)
         self._holders[block] = self._holders.get(block, 0) + 1
 
     def keep_content(self, block: int) -> None:
@@ -76,9 +85,42 @@ class BlockPool:
                 continue
             del self._holders[block]
             if block in self._keeps_content:
-                self._cached[block] = None
+                (self._cached_pinned if block in self._pinned_until else self._cached)[block] = None
             else:
                 self._give_free(block)
+
+    def why_kept(self, block: int) -> HitReason:
+        """Tells why the content of a held or cached block is still there."""
+        if block in self._holders:
+            return "running"
+        return "pinned" if block in self._pinned_until else "recent"
+
+    def pin(self, blocks: Sequence[int], *, until: float, most: int) -> None:
+        """Spares a prefix until then, as long as others find enough without it.
+
+        At most that many blocks are pinned in all: the beginning of a prefix, and of the others those that came last.
+        """
+        for block in reversed(blocks[:most]):  # leaves first, as they are evicted
+            assert block in self._keeps_content
+            self._pinned_until.pop(block, None)
+            self._pinned_until[block] = until
+            if block in self._cached or block in self._cached_pinned:
+                self._cached.pop(block, None)
+                self._cached_pinned[block] = None
+                self._cached_pinned.move_to_end(block)
+        while len(self._pinned_until) > most:
+            self._unpin(next(iter(self._pinned_until)))
+
+    def expire(self, now: float) -> None:
+        """Ends the pins whose time is over; their blocks count as used just now."""
+        while self._pinned_until and next(iter(self._pinned_until.values())) <= now:
+            self._unpin(next(iter(self._pinned_until)))
+
+    def _unpin(self, block: int) -> None:
+        del self._pinned_until[block]
+        if block in self._cached_pinned:
+            del self._cached_pinned[block]
+            self._cached[block] = None
 
     def drop_cached(self) -> None:
         while self._evict():
@@ -89,15 +131,20 @@ class BlockPool:
         counts = Counter(held)
         assert counts == Counter(self._holders), "a block is held more or less often than it is counted"
         free = [block for start, end in self._free_end_by_start.items() for block in range(start, end)]
-        owned = [*free, *self._holders, *self._cached]
+        cached = [*self._cached, *self._cached_pinned]
+        owned = [*free, *self._holders, *cached]
         assert sorted(owned) == list(range(self.num_blocks)), "a block is lost or owned twice"
         assert len(free) == self._num_free
-        assert self._keeps_content <= set(self._holders) | set(self._cached)
+        assert self._keeps_content <= set(self._holders) | set(cached)
+        assert set(self._cached_pinned) <= set(self._pinned_until) <= self._keeps_content, "a pin is lost"
+        assert not set(self._cached) & set(self._pinned_until), "a pinned block is not spared"
 
     def _evict(self) -> bool:
         num_evicted = 0
-        while self._cached and num_evicted < EVICTION_BATCH:
-            block, _ = self._cached.popitem(last=False)
+        cached = self._cached or self._cached_pinned
+        while cached and num_evicted < EVICTION_BATCH:
+            block, _ = cached.popitem(last=False)
+            self._pinned_until.pop(block, None)
             self._keeps_content.discard(block)
             if self.on_evict is not None:
                 self.on_evict(block)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from penstock.cache.blocks import BlockPool
+from penstock.request import HitReason
 
 
 def root_hash(model_identity: str, rotary: str, scope: str = "") -> bytes:
@@ -49,15 +50,22 @@ class PrefixCache:
             self._hash_by_block[block] = block_hash
             self.pool.keep_content(block)
 
-    def num_known(self, tokens: Sequence[int], root: bytes, block_size: int) -> int:
-        """How many tokens from the first on somebody computed, in whole blocks; at least one is left to compute."""
-        known, previous = 0, root
-        while known + block_size < len(tokens):
-            previous = chain_hash(previous, tokens[known : known + block_size])
-            if previous not in self:
+    def known(self, tokens: Sequence[int], root: bytes, block_size: int) -> list[bytes]:
+        """The hashes of the whole blocks that somebody computed, from the first on; one token is left to compute."""
+        found: list[bytes] = []
+        for start in range(0, len(tokens) - block_size, block_size):
+            block_hash = chain_hash(found[-1] if found else root, tokens[start : start + block_size])
+            if block_hash not in self:
                 break
-            known += block_size
-        return known
+            found.append(block_hash)
+        return found
+
+    def why_kept(self, block_hash: bytes) -> HitReason:
+        return self.pool.why_kept(self._block_by_hash[block_hash])
+
+    def pin(self, prefix: Sequence[bytes], *, until: float, most: int) -> None:
+        """Spares the blocks of a known prefix; `most` in all."""
+        self.pool.pin([self._block_by_hash[block_hash] for block_hash in prefix], until=until, most=most)
 
     def clear(self) -> None:
         """Forgets every prefix that no running sequence holds."""

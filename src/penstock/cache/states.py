@@ -21,6 +21,7 @@ class StatePool:
         self._held: set[int] = set()
         self._slot_by_hash: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._num_pins: Counter[int] = Counter()
+        self._spared_until: OrderedDict[bytes, float] = OrderedDict()  # the first to end comes first
         self._num_promised = 0  # slots handed out for checkpoints that are not saved yet
 
     def acquire(self) -> int:
@@ -68,11 +69,23 @@ class StatePool:
         if not self._num_pins[slot]:
             del self._num_pins[slot]
 
+    def spare(self, prefix: bytes, *, until: float) -> None:
+        """Evicts others first until then, as long as half of the checkpoints are left to them."""
+        self._spared_until.pop(prefix, None)
+        self._spared_until[prefix] = until
+        while len(self._spared_until) > self.num_checkpoints // 2:
+            self._spared_until.popitem(last=False)
+
+    def expire(self, now: float) -> None:
+        while self._spared_until and next(iter(self._spared_until.values())) <= now:
+            self._spared_until.popitem(last=False)
+
     def drop(self, prefix: bytes) -> None:
         """Forgets a checkpoint, unless somebody is about to start from it."""
         slot = self._slot_by_hash.get(prefix)
         if slot is not None and slot not in self._num_pins:
             del self._slot_by_hash[prefix]
+            self._spared_until.pop(prefix, None)
             self.release(slot)
 
     def clear(self) -> None:
@@ -91,6 +104,7 @@ class StatePool:
         assert set(owned) <= self._held, "a slot is used that is free"
         assert Counter(pinned) == self._num_pins, "a checkpoint is pinned more or less often than it is counted"
         assert sorted([*self._free, *self._held]) == list(range(self.num_slots)), "a slot is lost"
+        assert self._spared_until.keys() <= self._slot_by_hash.keys(), "a checkpoint is spared that is gone"
 
     def _take(self) -> int:
         slot = heapq.heappop(self._free)
@@ -99,8 +113,8 @@ class StatePool:
         return slot
 
     def _evict(self) -> bool:
-        prefix = next((p for p, slot in self._slot_by_hash.items() if slot not in self._num_pins), None)
-        if prefix is None:
+        prefixes = [prefix for prefix, slot in self._slot_by_hash.items() if slot not in self._num_pins]
+        if not prefixes:
             return False
-        self.drop(prefix)
+        self.drop(next((prefix for prefix in prefixes if prefix not in self._spared_until), prefixes[0]))
         return True

@@ -19,7 +19,7 @@ TIMES = (*TIMEOUTS, "drain_timeout_s")
     {
         "model": ("name",),
         "alias": ("tool_parser", "reasoning_parser", "host", "port"),
-        "api_key": ("share_prefixes",),
+        "api_key": ("share_prefixes", "pin_s", "max_pinned_bytes"),
         "cors_origin": (*SHARING, "max_prompt_tokens"),
         "max_body_mib": (*TIMES, *CONNECTIONS, *ENGINE),
     }

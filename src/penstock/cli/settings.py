@@ -43,6 +43,8 @@ SERVER = {
     "host": "Where to listen; 0.0.0.0 is reachable from other machines.",
     "port": "The port; 0 takes a free one.",
     "share_prefixes": "Let API keys find what was read for each other, which shows in times.",
+    "pin_s": "After a call: seconds for which its prefix is spared from eviction.",
+    "max_pinned_bytes": "Most bytes of keys and values that are spared so; half of the pages unless given.",
     "max_prompt_tokens": "Longest prompt that is taken.",
     "request_timeout_s": "Longest time of a request.",
     "keep_alive_s": "A silent stream gets a comment this often.",

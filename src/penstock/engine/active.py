@@ -18,6 +18,7 @@ from penstock.request import (
     Chunk,
     ChunkRecord,
     FinishReason,
+    Hits,
     Output,
     PrefillProgress,
     Request,
@@ -49,7 +50,7 @@ class Active:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     chunks: list[ChunkRecord] = field(default_factory=list)
     pace: Pace
-    num_cached: int = 0
+    hits: Hits = field(default_factory=Hits)
     num_computed: int = 0
     started_at: float | None = None
     first_token_at: float | None = None
@@ -104,11 +105,11 @@ class Active:
             total = estimate = source.num_tokens
             num_computed = self.request.num_read(num_computed)
         elapsed = now - (self.started_at or now)
-        speed = (num_computed - self.num_cached) / elapsed if elapsed > 0 else 0.0
+        speed = (num_computed - self.hits.num_tokens) / elapsed if elapsed > 0 else 0.0
         return PrefillProgress(
             request_id=self.request.id,
             num_computed=num_computed,
-            num_cached=self.num_cached,
+            num_cached=self.hits.num_tokens,
             num_total=total,
             num_total_estimate=estimate,
             chunk_start=chunk.start,
@@ -140,7 +141,7 @@ class Active:
             finish_reason=reason,
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=request.num_read(self.num_computed),
-            num_cached_tokens=self.num_cached,
+            hits=self.hits,
             chunks=tuple(self.chunks),
             ttft_s=None if first is None else first - request.arrived_at,
             prefill_s=(first or now) - (self.started_at or now),

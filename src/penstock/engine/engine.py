@@ -176,6 +176,21 @@ class Engine:
             if kept is not None:
                 kept.clear()
 
+    def pin(self, tokens: Sequence[int], *, for_s: float, most_bytes: int | None = None, scope: str = "") -> int:
+        """Spares what is known of a prefix from eviction for a while; says how many tokens that are.
+
+        `most_bytes`: of all that is pinned; the oldest pins make room. None: half of the pages. Where others would
+        have to lose their place, pinned blocks go first.
+        """
+        if self._is_closed:
+            return 0
+        pool, block_size = self.scheduler.pool, self.config.block_size
+        block_bytes = self.model.memory.shape.kv_bytes_per_token * block_size
+        most = pool.num_blocks // 2 if most_bytes is None else min(most_bytes // block_bytes, pool.num_blocks)
+        rotary = self.model.spec.rotary_variant(len(tokens))
+        until = time.perf_counter() + for_s
+        return self.scheduler.holdings.pin(tokens, rotary=rotary, scope=scope, until=until, most=most)
+
     @property
     def tokenizer(self) -> Any:
         """Has `encode(text, add_special_tokens=...)`, `decode(ids)`, `stream(pieces, ...)` and `streaming`."""
@@ -255,6 +270,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         scope: str = "",
+        forks: Sequence[int] = (),
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> Handle:
@@ -263,7 +279,9 @@ class Engine:
         An image is a path, the bytes of a file, or a PIL image. `answer_start`: text or tokens that the answer of an
         encoder-decoder model begins with; they are read, not written. `chunk_size` is this prompt's own, in place of
         the engine's; 0 reads it whole, "auto" leaves it to the memory model. `scope`: prefixes and images are found
-        again by requests of the same scope alone. `params`: all of the sampling at once, in place of single settings.
+        again by requests of the same scope alone. `forks`: numbers of its tokens after which other prompts will go on
+        in their own way; a checkpoint of recurrent state is kept there. `params`: all of the sampling at once, in place
+        of single settings.
         """
         if self._is_closed:
             raise InvalidSetting("The engine is closed. Load it again.")
@@ -280,6 +298,7 @@ class Engine:
             priority=priority,
             deadline_s=deadline_s,
             scope=scope,
+            forks=forks,
         )
         request, feed = arrival.request, arrival.feed
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
@@ -525,10 +544,8 @@ class Engine:
             active.predicted_bytes = max(active.predicted_bytes, plan.predicted_bytes)
             if active.started_at is None:
                 active.started_at = started_at
-                active.num_cached = chunk.num_cached
-            elif active.first_token_at is None:  # what was not read came from the cache, of a prompt that is streamed
-                active.num_cached += max(0, chunk.start - active.num_computed)
             if active.first_token_at is None:
+                active.hits = chunk.hits
                 active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=result.elapsed_s * 1e3))
                 active.pace.note(chunk.start, chunk.end, result.elapsed_s)
                 active.num_computed = max(active.num_computed, chunk.end)

@@ -59,6 +59,7 @@ class Intake:
         priority: int,
         deadline_s: float | None,
         scope: str,
+        forks: Sequence[int],
     ) -> Admitted:
         config, _ = self._config_of(chunk_size)
         self._refuse_impossible(params)
@@ -90,6 +91,7 @@ class Intake:
             atomic_spans=read.atomic,
             chunk_size=None if chunk_size is None else config.most_prompt_tokens,
             num_announced=num_tokens if read.source is None else 0,
+            forks=tuple(forks),
         )
         return Admitted(request=request, feed=feed, prompt=read, notes=notes)
 

@@ -20,6 +20,7 @@ class Stops:
     end: int  # of the tokens known so far
     is_open: bool = False  # more will follow them, so that their end is no reason to end between boundaries
     boundary: int = 1  # preferred: end on a multiple of this (blocks, state checkpoints)
+    forks: tuple[int, ...] = ()  # places where a state is to be saved, in order
     atomic: tuple[Span, ...] = ()
 
 
@@ -48,6 +49,8 @@ def chunk_end(start: int, budget: int, stops: Stops) -> ChunkEnd:
     reason: StopReason = "end" if end == stops.end and not stops.is_open else "budget"
     if reason == "budget" and (aligned := end // stops.boundary * stops.boundary) > start and aligned != end:
         end, reason = aligned, "boundary"
+    if fork := next((fork for fork in stops.forks if start < fork < end), 0):
+        end, reason = fork, "boundary"
     for span in stops.atomic:
         if not span.start < end < span.end:
             continue

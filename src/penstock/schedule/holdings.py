@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from penstock.cache.blocks import BlockPool
@@ -36,6 +37,8 @@ class Holdings:
     def admit(self, sequence: Sequence) -> None:
         if self.states is not None:
             sequence.state_slot = self.states.acquire()
+            whole = (fork // self.block_size * self.block_size for fork in sequence.request.forks)
+            sequence.forks = tuple(sorted(set(whole)))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Takes free blocks until `num_tokens` have a place; False when none is left before that."""
@@ -56,6 +59,7 @@ class Holdings:
 
     def start_over(self, sequence: Sequence) -> None:
         """Nothing of it is computed any more, but for what the caches keep as long as nobody needs the room."""
+        sequence.num_seen = max(sequence.num_seen, sequence.num_computed)
         self._give_blocks_back(sequence)
         sequence.num_computed = sequence.num_scheduled = sequence.num_cached = sequence.num_remembered = 0
         sequence.state_is_current = False
@@ -128,6 +132,21 @@ class Holdings:
             self.prefix.put(self._block_hash(sequence, index), sequence.block_ids[index])
         sequence.num_remembered = num_whole
 
+    def pin(self, tokens: Tokens[int], *, rotary: str, scope: str, until: float, most: int) -> int:
+        """Spares what is known of a prefix until then, `most` blocks in all; says how many tokens are known."""
+        if self.prefix is None:
+            return 0
+        known = self.prefix.known(tokens, root_hash(self.model_identity, rotary, scope), self.block_size)
+        self.prefix.pin(known, until=until, most=most)
+        if self.states is not None and (last := next((h for h in reversed(known) if h in self.states), None)):
+            self.states.spare(last, until=until)
+        return len(known) * self.block_size
+
+    def expire(self, now: float) -> None:
+        self.pool.expire(now)
+        if self.states is not None:
+            self.states.expire(now)
+
     def _known_blocks(self, sequence: Sequence, first: int) -> Iterator[bytes]:
         """Hashes of the sequence's blocks from `first` on, as long as somebody computed them."""
         assert self.prefix is not None
@@ -140,6 +159,8 @@ class Holdings:
 
     def _take(self, sequence: Sequence, block_hash: bytes) -> None:
         assert self.prefix is not None
+        if sequence.num_computed >= sequence.num_seen:
+            sequence.hits = sequence.hits.plus(self.prefix.why_kept(block_hash), self.block_size)
         block = self.prefix.take(block_hash)
         assert block is not None
         sequence.block_ids.append(block)
@@ -196,16 +217,19 @@ class Holdings:
             self.states.forgo(chunk.state.save_to)
 
     def _thin_out(self, sequence: Sequence, states: StatePool, end: int) -> None:
-        """The checkpoint before the one just saved at `end` stays if it is the prompt's last, or far from others."""
+        """The checkpoint before the one just saved at `end` stays if prompts part there, or it is far from others."""
         last = sequence.last_checkpoint
-        is_last_of_prompt = last <= sequence.num_prompt_tokens < end
-        if is_last_of_prompt or last - sequence.kept_checkpoint >= CHECKPOINT_TOKENS:
+        is_wanted = last in sequence.forks or last <= sequence.num_prompt_tokens < end  # the last of the prompt
+        if is_wanted or last - sequence.kept_checkpoint >= CHECKPOINT_TOKENS:
             sequence.kept_checkpoint = last
         elif last > sequence.kept_checkpoint:
             states.drop(self._block_hash(sequence, last // self.block_size - 1))
 
     def _start_at_checkpoint(self, sequence: Sequence, states: StatePool) -> None:
-        """The last one whose blocks are all there; a state alone is of no use to the attention layers."""
+        """The last one whose blocks are all there; a state alone is of no use to the attention layers.
+
+        Where blocks go on behind it, two prompts part at their end: the next that comes this way finds a checkpoint.
+        """
         blocks: list[bytes] = []
         num_usable = 0
         for block_hash in self._known_blocks(sequence, 0):
@@ -214,6 +238,8 @@ class Holdings:
                 num_usable = len(blocks)
         for block_hash in blocks[:num_usable]:
             self._take(sequence, block_hash)
+        if len(blocks) > num_usable:
+            sequence.forks = tuple(sorted({*sequence.forks, len(blocks) * self.block_size}))
         if num_usable:
             sequence.state_source = states.pin(blocks[num_usable - 1])
             sequence.last_checkpoint = sequence.kept_checkpoint = sequence.num_computed

@@ -164,7 +164,8 @@ class Scheduler:
         self._leave_if_landed(sequence)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose deadline has passed."""
+        """Ends the requests whose deadline has passed, and pins whose time is over."""
+        self.holdings.expire(now)
         for sequence in list(self.sequences.values()):
             deadline = sequence.request.deadline_at
             if deadline is not None and now >= deadline:
@@ -457,7 +458,8 @@ class Scheduler:
         if self.limits.reads_whole:
             atomic = (Span(start=0, end=sequence.num_known),)
         is_open = not sequence.prompt_is_complete
-        return Stops(end=sequence.num_known, is_open=is_open, boundary=self._boundary, atomic=atomic)
+        forks = sequence.forks if self._boundary > 1 else ()
+        return Stops(end=sequence.num_known, is_open=is_open, boundary=self._boundary, forks=forks, atomic=atomic)
 
     def _schedule_oldest(self, prompts: list[Sequence], draft: Draft) -> None:
         """Prompts hold all blocks and none can go on: the first in rank takes them from the others."""
@@ -540,6 +542,7 @@ class Scheduler:
             end=end,
             wants_logits=sequence.prompt_is_complete and end == sequence.num_expected,
             num_cached=sequence.num_cached,
+            hits=sequence.hits,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
             state=None if self.holdings.states is None else self.holdings.state_use(sequence, end),
             num_slots_before=None if request.source is None else request.num_slots(start),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -92,6 +93,10 @@ class Metrics:
         self._generation_tokens = counter("generation_tokens_total", "Tokens written.")
         self._queries = counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits_total", "Prompt tokens found there.")
+        self._hits_by_reason = counter(
+            "prefix_cache_hits_by_reason_total", "The same, by the reason why they were still there.", "reason"
+        )
+        self._pinned = gauge("pinned_bytes", "Keys and values that are spared until the result of a call comes.")
         self._preemptions = counter("num_preemptions_total", "Requests sent back to the queue to make room.")
         self._success = counter("request_success_total", "Requests that ended, by reason.", "finished_reason")
         self._cancelled = counter("request_cancelled_total", "Requests that their clients left.")
@@ -122,6 +127,8 @@ class Metrics:
         self._memory_budget.set(engine.model.budget_bytes)
         self._latency_target.set((engine.config.latency_target_ms or 0) / 1e3)
         self._kv.set_function(lambda: pool.num_held / pool.num_blocks)
+        block_bytes = engine.config.block_size * engine.model.memory.shape.kv_bytes_per_token
+        self._pinned.set_function(lambda: pool.num_pinned * block_bytes)
         self._memory.set_function(lambda: engine.held.num_bytes)
         self._running.set_function(lambda: board.num_running)
         self._waiting.set_function(lambda: board.num_waiting)
@@ -153,6 +160,8 @@ class Metrics:
         self._prompt_tokens.inc(output.num_prompt_tokens)
         self._queries.inc(output.num_prompt_tokens)
         self._hits.inc(output.num_cached_tokens)
+        for reason, num_tokens in asdict(output.hits).items():
+            self._hits_by_reason.labels(reason).inc(num_tokens)
         self._prompt_lengths.observe(output.num_prompt_tokens)
         self._answer_lengths.observe(len(output.token_ids))
         self._prefill.observe(output.prefill_s)

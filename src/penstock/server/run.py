@@ -17,7 +17,7 @@ from penstock.answer.reader import ALL_TEXT, AnswerFormat, AnswerReader
 from penstock.engine.engine import Event, Prompt
 from penstock.errors import EngineClosed, PromptTooLong
 from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
-from penstock.server.openai.answers import PromptProgress, Usage
+from penstock.server.openai.answers import PromptProgress, PromptTokensDetails, Usage
 from penstock.server.problems import Refused
 from penstock.server.service import Service
 from penstock.server.sse import KEEP_ALIVE, NOTHING, EventStream, failure
@@ -32,6 +32,7 @@ class Choice:
     """One answer that the request asks for, and what came of it so far."""
 
     index: int
+    prompt: Any  # tokens, or messages that the engine reads itself
     reader: AnswerReader
     news: list[AnswerEvent] = field(default_factory=list[AnswerEvent])  # what its last event brought
     written: WrittenAnswer = field(default_factory=WrittenAnswer)  # what all of them came to
@@ -99,6 +100,7 @@ class Run:
         chunk_size: int | str | None = None,
         priority: int | None = None,
         form: AnswerFormat = ALL_TEXT,
+        forks: Sequence[int] = (),
     ) -> None:
         """Submits `num_each` choices for each prompt, each with its own seed; the first leads, others share its prefix.
 
@@ -111,14 +113,19 @@ class Run:
         limit, longest = settings.max_prompt_tokens, max(lengths)
         if limit is not None and longest > limit:
             raise PromptTooLong(f"The prompt has {longest} tokens; the server takes {limit}. Shorten it.")
-        given = {"chunk_size": chunk_size, "priority": priority or 0, "deadline_s": settings.request_timeout_s}
-        given["scope"] = self.sharing_scope
+        given: dict[str, Any] = {
+            "chunk_size": chunk_size,
+            "priority": priority or 0,
+            "deadline_s": settings.request_timeout_s,
+        }
+        given |= {"scope": self.sharing_scope, "forks": forks}
         try:
             for index, (prompt, number) in enumerate(product(prompts, range(num_each))):
                 seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
                 params = replace(sampling, seed=seed)
                 request_id = await self._follower.submit(prompt, params=params, **given)
-                self._choice_by_id[request_id] = choice = Choice(index=index, reader=AnswerReader(form))
+                choice = Choice(index=index, prompt=prompt, reader=AnswerReader(form))
+                self._choice_by_id[request_id] = choice
                 self.choices.append(choice)
                 self.service.board.join(request_id)
         except BaseException as error:
@@ -179,8 +186,8 @@ class Run:
         )
 
     def usage_so_far(self, num_written: int) -> Usage:
-        num_cached = self._progress.num_cached if self._progress else 0
-        return Usage.of(num_prompt=self._num_prompt_tokens, num_cached=num_cached, num_written=num_written)
+        cached = PromptTokensDetails(cached_tokens=self._progress.num_cached if self._progress else 0)
+        return Usage.of(num_prompt=self._num_prompt_tokens, cached=cached, num_written=num_written)
 
     def close(self) -> None:
         if self._is_closed:
@@ -231,7 +238,16 @@ class Run:
             metrics.count_unread(choice.reader.num_unread)
             choice.output = event.output
             self._num_open -= 1
+            if choice.written.calls and _num_tokens(choice.prompt):
+                self._pin([*choice.prompt, *event.output.token_ids])
         return choice, event
+
+    def _pin(self, tokens: list[int]) -> None:
+        """The result of a call comes soon, behind these tokens."""
+        settings = self.service.settings
+        for_s, most, scope = settings.pin_s, settings.max_pinned_bytes, self.sharing_scope
+        if for_s:
+            self._steps.post(lambda: self.engine.pin(tokens, for_s=for_s, most_bytes=most, scope=scope))
 
     def _refuse_unfinished(self, output: Output) -> None:
         timeout_s = self.service.settings.request_timeout_s

@@ -41,6 +41,8 @@ class ServerSettings:
     max_prompt_tokens: int | None = None  # None: what the context and the memory hold
     max_choices: int = 16
     max_stored_bytes: int = 16 * MIB  # of responses that can be asked for again
+    pin_s: float = 60.0  # for so long nothing evicts what an answer that ended with a call has read and written
+    max_pinned_bytes: int | None = None  # of keys and values; None: half of the pages
     request_timeout_s: float | None = None  # None: a request may take as long as it needs
     drain_timeout_s: float = 30.0
     body_timeout_s: float = 60.0  # the longest pause while a body is sent, or an answer is read
@@ -68,6 +70,9 @@ class ServerSettings:
         for name in TIMEOUTS:
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise InvalidSetting(f"{name} is {value}; it must be above 0.")
+        for name in ("pin_s", "max_pinned_bytes"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
+                raise InvalidSetting(f"{name} is {value}; it must be 0 (nothing is pinned) or more.")
         if not 0 <= self.port < 65536:
             raise InvalidSetting(f"The port is {self.port}; it must be 0 (any free one) to 65535.")
         if any(not key for key in self.api_keys):

@@ -16,9 +16,10 @@ BETWEEN = "\n"  # blocks of the user and of the system
 
 
 class Block(BaseModel):
-    """Something said before, as clients keep it; what no model reads of it, such as `cache_control`, is left out."""
+    """Something said before, as clients keep it; what nobody reads of it is left out."""
 
     model_config = ConfigDict(strict=True)
+    cache_control: JsonObject | None = None
 
 
 class TextBlock(Block):
@@ -124,7 +125,8 @@ def _assistant_turn(blocks: list[Any]) -> dict[str, Any]:
     calls = [block.for_chat() for block in blocks if isinstance(block, ToolUseBlock)]
     thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    return {"role": "assistant", "content": text, "tool_calls": calls or None, "reasoning_content": thoughts or None}
+    told = {"role": "assistant", "content": text, "tool_calls": calls or None, "reasoning_content": thoughts or None}
+    return told | _mark(blocks)
 
 
 def _other_turns(role: str, blocks: list[Any]) -> list[dict[str, Any]]:
@@ -132,10 +134,16 @@ def _other_turns(role: str, blocks: list[Any]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
         if is_result:
-            turns += [block.for_chat() for block in group]
+            turns += [block.for_chat() | _mark([block]) for block in group]
         elif shown := [block for block in group if isinstance(block, TextBlock | ImageBlock)]:
-            turns.append({"role": role, "content": _chat_content(shown)})
+            turns.append({"role": role, "content": _chat_content(shown)} | _mark(shown))
     return turns
+
+
+def _mark(blocks: list[Any]) -> dict[str, Any]:
+    """Keeps the mark of a block, which says where other prompts will go on in their own way."""
+    marks = (getattr(block, "cache_control", None) for block in reversed(blocks))
+    return {"cache_control": next((mark for mark in marks if mark), None)}
 
 
 def _chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from penstock.answer.events import (
     TextDelta,
     WrittenAnswer,
 )
+from penstock.request import HitReason
 from penstock.server import sse
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -48,6 +49,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    cache_read_by_reason: dict[HitReason, int] = {}  # why they were still there; only of answers that have ended
 
 
 class Message(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -64,7 +65,7 @@ class AnsweredMessage(Shape):
 
     def answer(self) -> dict[str, Any]:
         (choice,), (output,) = self._run.choices, self._run.outputs
-        answer = self._message(self._usage(output.num_prompt_tokens, output.num_cached_tokens, len(output.token_ids)))
+        answer = self._message(self._final_usage(output))
         reason, sequence = self._stopped(choice, output)
         found = {"content": blocks_of(choice.written), "stop_reason": reason, "stop_sequence": sequence}
         return answer.model_copy(update=found).model_dump()
@@ -97,7 +98,7 @@ class AnsweredMessage(Shape):
 
     def _end(self, choice: Choice, output: Output) -> bytes:
         reason, sequence = self._stopped(choice, output)
-        usage = self._usage(output.num_prompt_tokens, output.num_cached_tokens, len(output.token_ids))
+        usage = self._final_usage(output)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return event("message_delta", delta=delta, usage=usage) + event("message_stop")
 
@@ -110,6 +111,10 @@ class AnsweredMessage(Shape):
             stop_sequence=None,
             usage=usage,
         )
+
+    def _final_usage(self, output: Output) -> MessageUsage:
+        usage = self._usage(output.num_prompt_tokens, output.num_cached_tokens, len(output.token_ids))
+        return usage.model_copy(update={"cache_read_by_reason": asdict(output.hits)})
 
     def _usage(self, num_prompt: int, num_cached: int, num_written: int) -> MessageUsage:
         """Counts as written to the cache the whole blocks of the prompt that were not found there."""

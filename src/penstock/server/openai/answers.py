@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
 from penstock.answer.events import WrittenCall
 from penstock.request import FinishReason as EngineReason
-from penstock.request import Output
+from penstock.request import HitReason, Hits, Output
 
 # An answer that was cut off by a deadline or a shutdown is an error, and reaches nobody in this shape.
 FinishReason = EngineReason | Literal["tool_calls"]
@@ -16,6 +16,12 @@ FinishReason = EngineReason | Literal["tool_calls"]
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+    cached_tokens_by_reason: dict[HitReason, int] = {}  # why they were still there; only of answers that have ended
+
+    @classmethod
+    def of(cls, *found: Hits) -> PromptTokensDetails:
+        by_reason = {reason: sum(getattr(hits, reason) for hits in found) for reason in get_args(HitReason)}
+        return cls(cached_tokens=sum(by_reason.values()), cached_tokens_by_reason=by_reason)
 
 
 class Usage(BaseModel):
@@ -25,12 +31,12 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails(cached_tokens=0)
 
     @classmethod
-    def of(cls, *, num_prompt: int, num_cached: int, num_written: int) -> Usage:
+    def of(cls, *, num_prompt: int, cached: PromptTokensDetails, num_written: int) -> Usage:
         return cls(
             prompt_tokens=num_prompt,
             completion_tokens=num_written,
             total_tokens=num_prompt + num_written,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+            prompt_tokens_details=cached,
         )
 
     @classmethod
@@ -39,7 +45,7 @@ class Usage(BaseModel):
         firsts = outputs[::num_choices]
         return cls.of(
             num_prompt=sum(output.num_prompt_tokens for output in firsts),
-            num_cached=sum(output.num_cached_tokens for output in firsts),
+            cached=PromptTokensDetails.of(*(output.hits for output in firsts)),
             num_written=0 if is_scored_only else sum(len(output.token_ids) for output in outputs),
         )
 

@@ -26,6 +26,7 @@ from penstock.server.openai.asks import (
 )
 
 MAX_TOOLS = 128
+MAX_MARKS = 4  # by which clients say where prompts part; of more, the last
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
@@ -73,6 +74,11 @@ class GivenMessage(Ask):
     @property
     def has_images(self) -> bool:
         return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+
+    @property
+    def is_marked(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return any(given.cache_control is not None for given in (self, *parts))
 
     def for_template(self, max_image_bytes: int, arguments_as_text: bool = False) -> dict[str, Any]:
         """Gives the message as templates know it; text alone is one string, because most know nothing else.
@@ -229,6 +235,13 @@ class ChatAsk(SamplingFields):
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         return None if self.response_format is None else self.response_format.schema_of_answer
+
+    @property
+    def forks(self) -> list[int]:
+        """Lists after how many messages other prompts may part from this one: what is marked, and behind the system."""
+        system = [message.role in ("system", "developer") for message in self.messages]
+        marked = [number for number, message in enumerate(self.messages, 1) if message.is_marked]
+        return [system.index(False) if False in system else 0, *marked[-MAX_MARKS:]]
 
     @property
     def offered_tools(self) -> list[Tool]:

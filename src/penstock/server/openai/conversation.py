@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from penstock.answer.grammar import GrammarWriter
 from penstock.answer.reader import AnswerFormat
 from penstock.errors import InvalidPrompt
-from penstock.server.openai.chat_asks import ChatAsk
+from penstock.server.openai.chat_asks import ChatAsk, GivenMessage
 from penstock.server.run import Run
 from penstock.server.service import Service
+
+ANOTHER = "?"  # a question that goes on in its own way
 
 
 async def converse(run: Run, ask: ChatAsk) -> None:
@@ -20,6 +23,7 @@ async def converse(run: Run, ask: ChatAsk) -> None:
     if ask.skipped_tools:
         run.report("skipped_tools", ask.skipped_tools)
     prompt, form = await asyncio.to_thread(_prompt, run.service, ask)
+    forks = await asyncio.to_thread(_forks, run.service, ask, prompt) if run.engine.states is not None else []
     special_tokens = run.engine.tokenizer.special_tokens
     shown = tuple(id_ for text, id_ in special_tokens.items() if any(text in marker for marker in form.markers))
     sampling = ask.sampling(run.engine.scheduler.capacity, _grammar(ask, form, special_tokens))
@@ -30,6 +34,7 @@ async def converse(run: Run, ask: ChatAsk) -> None:
         chunk_size=ask.chunk_size,
         priority=ask.priority,
         form=form,
+        forks=forks,
     )
 
 
@@ -47,10 +52,8 @@ def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, 
         if ask.offered_tools:
             raise InvalidPrompt("Tools beside images are not read. Leave the tools or the images out.")
         return messages, forms.answer_format(forms.prompt, None)
-    known = reader.template.knobs if reader.template else frozenset()
-    knobs = {name: value for name, value in ask.knobs.items() if name in known}
     if not ask.offered_tools:
-        text = reader.rendered(messages, **knobs)
+        text = reader.rendered(messages, **_variables(service, ask))
         return reader.rendered_tokens(text), forms.answer_format(text, None)
     if not forms.shows_tools:
         raise InvalidPrompt("The model's chat template has no place for tools. Take another model, or leave them out.")
@@ -59,10 +62,31 @@ def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, 
             "The model's chat template shows no form of calls that is known here. Name one by --tool-parser when the "
             "server is started, or leave the tools out."
         )
-    text = reader.rendered(messages, tools=[tool.for_template() for tool in ask.offered_tools], **knobs)
+    text = reader.rendered(messages, **_variables(service, ask))
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in ask.offered_tools}
     form = forms.answer_format(text, schemas, takes_one_call=ask.parallel_tool_calls is False)
     return reader.rendered_tokens(text), form
+
+
+def _variables(service: Service, ask: ChatAsk) -> dict[str, Any]:
+    """What the template is told beside the messages."""
+    template, tools = service.engine.engine.prompts.template, [tool.for_template() for tool in ask.offered_tools]
+    known = template.knobs if template else frozenset()
+    return {name: value for name, value in ask.knobs.items() if name in known} | ({"tools": tools} if tools else {})
+
+
+def _forks(service: Service, ask: ChatAsk, prompt: list[Any]) -> list[int]:
+    """Finds after how many tokens other prompts part from this one: what it shares with a conversation that does."""
+    if not isinstance(prompt[0], int):
+        return []
+    found: list[int] = []
+    for num_messages in ask.forks:
+        other = [*ask.messages[:num_messages], GivenMessage(role="user", content=ANOTHER)]
+        with suppress(InvalidPrompt):  # turns that the template does not take
+            variables = _variables(service, ask)
+            tokens = service.engine.engine.prompts.message_tokens(service.messages(other), **variables)
+            found.append(next((n for n, (one, two) in enumerate(zip(prompt, tokens, strict=False)) if one != two), 0))
+    return found
 
 
 def _grammar(ask: ChatAsk, form: AnswerFormat, special_tokens: Mapping[str, int]) -> str | None:

@@ -252,7 +252,7 @@ class CreatedResponse(Shape):
         answer.incomplete_details = Incomplete() if status == "incomplete" else None
         answer.usage = ResponseUsage(
             input_tokens=output.num_prompt_tokens,
-            input_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
+            input_tokens_details=PromptTokensDetails.of(output.hits),
             output_tokens=len(output.token_ids),
             total_tokens=output.num_prompt_tokens + len(output.token_ids),
         )
