@@ -105,7 +105,7 @@ class Engine:
         self.most_in_flight = 2 if runs_ahead else 1
         # Steps that run, or wait on the device for the one before them, and when each was started.
         self._flights: deque[tuple[StepPlan, StepLogits, float]] = deque()
-        self._growth = model.spec.attention_growth if isinstance(model.spec, DecoderSpec) else 0.0
+        self._growth = model.spec.attention_growth if isinstance(model.spec, DecoderSpec) else ()
         self._active: dict[int, Active] = {}
         self._feeding = Feeding(model.lane, self.scheduler, self._intake, self._active, self.fail)
         self._mailboxes: dict[int, deque[Event]] = {}  # of the requests that somebody follows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
@@ -232,12 +234,17 @@ class DecoderSpec:
         return embeddings + (self.layer_inputs.num_looked_up(self.num_layers) if self.layer_inputs else 0)
 
     @property
-    def attention_growth(self) -> float:
-        """Estimates what each position before a token adds to its cost, as a share of that of the first; 0: unknown."""
-        growing = sum(layer.head_size for layer in self.layers if layer.window is None and layer.has_attention)
-        if self.experts is not None or not growing:
-            return 0.0
-        return 2 * growing * self.num_heads / (self.num_parameters - self.num_embedded)
+    def attention_growth(self) -> tuple[tuple[float, float], ...]:
+        """Estimates what each position before a token adds to its cost, as a share of that of the first.
+
+        A share for each width of window, and up to which position it grows.
+        """
+        widths: Counter[float] = Counter()
+        for layer in self.layers:
+            widths[layer.window or inf] += layer.head_size if layer.has_attention else 0
+        experts = self.experts and replace(self.experts, num_experts=self.experts.num_active)
+        passed = replace(self, experts=experts).num_parameters - self.num_embedded  # by each token
+        return tuple((2 * width * self.num_heads / passed, reach) for reach, width in widths.items() if width)
 
     @property
     def widest_mlp(self) -> int:
