@@ -39,6 +39,7 @@ AT_LEAST_ONE += ("max_waiting", "max_waiting_tokens")
 
 MB, KIB, MIB, GIB = 1e6, 2**10, 2**20, 2**30
 MAX_BYTES = 2**60
+LEAST_MB_MEANT = 100  # by a bare number for the memory; fewer are gigabytes
 HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200
 
 # What becomes resident with the first chunk: the code and buffers of the matrix library.
@@ -262,7 +263,8 @@ def _parse_milliseconds(value: object) -> float:
 def _parse_memory(value: str | int) -> int:
     num_bytes = parse_bytes(value)
     if 0 < num_bytes < MB and str(value).strip().isdigit():
-        raise InvalidSetting(f"Memory is {num_bytes} bytes, which hold no model; did you mean {num_bytes}MB?")
+        meant = f"{num_bytes}{'MB' if num_bytes >= LEAST_MB_MEANT else 'GiB'}"
+        raise InvalidSetting(f"Memory is {num_bytes} bytes, too few for any model; did you mean {meant}?")
     return num_bytes
 
 

@@ -358,8 +358,8 @@ HINTS = {
     ("plan", "--max-num-batched-tokens", "9"): "--max-num-batched-tokens. Penstock calls it --chunk-size.",
     ("serve", "-m", "a"): "No such option -m. Penstock takes the model without a flag: penstock serve MODEL.",
     ("plan", "-n", "20"): "No such option: -n",  # a plan writes nothing
-    ("run", "smollm2", "What is it?"): "A text stands behind -p: penstock run MODEL -p TEXT.",
-    ("run", "What is it?"): "'What is it?' is no model. A text stands behind -p: penstock run -p 'What is it?'",
+    ("run", "smollm2", "What is it?"): "Text goes after -p: penstock run MODEL -p TEXT.",
+    ("run", "What is it?"): "'What is it?' is not a model. Text goes after -p: penstock run -p 'What is it?'",
 }
 
 
@@ -381,6 +381,7 @@ def test_a_file_that_cannot_fit_is_refused_before_any_step(tmp_path):
     refused = penstock("run", "-f", path, "--json", "--trace", tmp_path / "trace.json")
     assert refused.returncode == 2
     assert b"has 200031 tokens; the context holds 8192" in refused.stderr
+    assert refused.stderr.endswith(b"raise --context to 200287.\n")  # with room for an answer
     assert Trace.read(tmp_path / "trace.json").steps == ()
 
 

@@ -56,7 +56,7 @@ def test_a_binary_file_is_not_told_to_be_converted_and_a_text_of_two_bytes_a_let
     (program := tmp_path / "program").write_bytes(b"\x7fELF\x02\x01\x01\x00\xf0\x3e")
     (wide := tmp_path / "wide.txt").write_bytes("a penstock".encode("utf-16"))
     with pytest.raises(
-        InvalidPrompt, match=r"is not text: it holds byte 0xf0 at offset 8 and zeros\. Give a text file"
+        InvalidPrompt, match=r"is not text: it has byte 0xf0 at offset 8, and zero bytes\. Convert it to text"
     ):
         list(TextPart.of_file(program).pieces())
     with pytest.raises(InvalidPrompt, match=r"byte 0xff at offset 0\. Convert it, for example with iconv"):

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.terminal import ShownAnswer, progress_console, report_console
+from penstock.cli.terminal import ShownAnswer, in_lines, progress_console, report_console
 
 
 @pytest.mark.parametrize("columns", [None, "", "80"])
@@ -46,3 +46,22 @@ def test_a_remark_in_a_pipe_is_not_cut_where_a_terminal_would_end(monkeypatch, c
     sentence = "read 2,247 tokens in 3 chunks, 1.4 s, 1,562 tok/s; wrote 5, 163.2 tok/s; peak 455 MB (predicted 471)"
     progress_console().print(sentence)
     assert capsys.readouterr().err == sentence + "\n"
+
+
+def test_nothing_is_drawn_where_nothing_can_move():
+    shown = io.StringIO()
+    with ShownAnswer(Console(file=shown, width=100), shows_text=False) as answer:
+        answer.read(0, None, ["the first chunk"])
+        answer.read(12_288, 22_124, TOLD)
+        answer.write("Done.")
+    assert shown.getvalue() == ""
+
+
+PARTS = ["read 650 tokens in 11 chunks, 5.1 s, 128 tok/s", "wrote 24, 26.2 tok/s", "peak 420 MB (predicted 434)"]
+
+
+@pytest.mark.parametrize(("columns", "num_lines"), [(100, 1), (80, 2), (60, 2), (50, 2), (46, 3), (20, 3)])
+def test_a_summary_breaks_between_what_it_says(columns, num_lines):
+    lines = in_lines(PARTS, columns).split("\n")
+    assert len(lines) == num_lines
+    assert [part for line in lines for part in line.split("; ")] == PARTS

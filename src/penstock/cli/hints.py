@@ -50,7 +50,7 @@ class HintedCommand(TyperCommand):
             if (ours := OUR_NAMES.get(name)) in flags:
                 return f"No such option {name}. Penstock calls it {ours}."
         elif "unexpected extra argument" in (message := getattr(error, "message", "")) and "-p" in flags:
-            return f"{message}. A text stands behind -p: penstock {self.name} MODEL -p TEXT."
+            return f"{message}. Text goes after -p: penstock {self.name} MODEL -p TEXT."
         return None
 
 
@@ -59,5 +59,5 @@ def refuse_text_for_model(model: str) -> None:
     if any(letter.isspace() for letter in model) and not os.path.exists(model):
         text = shlex.quote(model) if len(model) <= MOST_LETTERS_SHOWN else "TEXT"
         raise InvalidPrompt(
-            f"{model[:MOST_LETTERS_SHOWN]!r} is no model. A text stands behind -p: penstock run -p {text}"
+            f"{model[:MOST_LETTERS_SHOWN]!r} is not a model. Text goes after -p: penstock run -p {text}"
         )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 BAR_WIDTH = 40
 PROMPT_TOKENS = 4096
 ROOM = 1.02  # a run holds up to that much more before the weights than a plan can know
-ANSWER_TOKENS = 256
 
 
 @with_settings({"prompt": ENGINE})
@@ -56,7 +55,7 @@ def plan(
 def _show(console: Console, plan: ModelPlan) -> None:
     from rich.text import Text
 
-    from penstock.plan.prompt_plan import past_context
+    from penstock.plan.prompt_plan import ANSWER_TOKENS, past_context
 
     prompt = plan.prompt
     packed = {"none": "", "keep": ", packed"}.get(plan.quantize, f", {plan.quantize}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.cli.terminal import ShownAnswer, duration
+from penstock.cli.terminal import ShownAnswer, duration, in_lines
 from penstock.config import MB, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
@@ -37,8 +37,7 @@ def follow(engine: Engine, request_id: int, console: Console, *, shows_text: boo
     """Shows the request until it ends or is interrupted; its output either way."""
     output: Output | None = None
     with ShownAnswer(console, shows_text=shows_text) as shown:
-        if console.is_terminal:
-            shown.read(0, None, FIRST_CHUNK)
+        shown.read(0, None, FIRST_CHUNK)
         for event in engine.events(request_id):
             if isinstance(event, PrefillProgress):
                 shown.read(event.num_computed, event.num_total_estimate, _told(event))
@@ -103,13 +102,13 @@ def summarize(console: Console, output: Output, *, memory: int | None, max_token
     chunks = "1 chunk" if len(output.chunks) == 1 else f"{len(output.chunks)} chunks"
     # The first token is the reading's: one alone has no speed.
     rate = f", {output.decode_tokens_per_s:,.1f} tok/s" if len(output.token_ids) > 1 else ""
-    console.print(
+    told = (
         f"read {output.num_prompt_tokens:,} tokens{cached} in {chunks}, "
-        f"{output.prefill_s:.1f} s, {output.prefill_tokens_per_s:,.0f} tok/s; "
-        f"wrote {len(output.token_ids)}{rate}; "
+        f"{output.prefill_s:.1f} s, {output.prefill_tokens_per_s:,.0f} tok/s",
+        f"wrote {len(output.token_ids)}{rate}",
         f"peak {output.peak_bytes / MB:,.0f} MB (predicted {output.predicted_peak_bytes / MB:,.0f})",
-        style="dim",
     )
+    console.print(in_lines(told, console.width), style="dim")
     if output.finish_reason == "length":
         why = "--max-tokens" if len(output.token_ids) >= max_tokens else "the context or the memory budget is full"
         written = "1 token" if len(output.token_ids) == 1 else f"{len(output.token_ids):,} tokens"

@@ -54,6 +54,8 @@ class ShownAnswer:
 
         `num_total`: None where nothing can be said yet but that it is being done.
         """
+        if not self._bar.console.is_terminal:
+            return  # nothing moves there
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("", total=None)
@@ -151,6 +153,17 @@ def ask_user(console: Console) -> str:
         console.print()
         return ""
     return "" if text in CHAT_ENDS else text
+
+
+def in_lines(parts: Iterable[str], width: int) -> str:
+    """Joins parts with semicolons; a line that is too long for them ends between two of them, not within one."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + 2 <= width:
+            lines[-1] += f"; {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:

@@ -7,9 +7,9 @@ from penstock.config import EngineConfig, written_budget
 from penstock.engine.loading import LoadedModel
 from penstock.errors import InvalidSetting
 from penstock.plan.chunks import last_chunks
+from penstock.plan.prompt_plan import ANSWER_TOKENS
 
 MARGIN = 1.02  # what a process holds before the weights differs by that much from run to run
-ANSWER_TOKENS = 256  # that a budget is to hold beside the prompt
 
 
 class StepMemory:

@@ -117,8 +117,10 @@ class Seq2SeqLane(Lane):
         if self.num_positions is not None and num_tokens > self.num_positions:
             raise PromptTooLong(f"{has}; the model has positions for {self.num_positions}. Shorten the source.")
         if num_tokens > self._max_source:
+            enough = f" to {num_tokens}" if is_all else ""
             raise PromptTooLong(
-                f"{has}; the model was trained for {self._max_source}. Shorten it or, to go past that, raise --context."
+                f"{has}; the model was trained for {self._max_source}. Shorten it or, to go past that, raise "
+                f"--context{enough}."
             )
 
     def prompt(self, ask: Asked, limits: PromptLimits) -> TextPrompt:

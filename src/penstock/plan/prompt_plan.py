@@ -10,6 +10,8 @@ from penstock.plan.chunks import Stops, chunk_end
 from penstock.plan.memory import MemoryModel
 from penstock.request import Span
 
+ANSWER_TOKENS = 256  # that whoever raises a limit for a prompt should leave room for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:

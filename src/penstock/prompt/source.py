@@ -74,7 +74,7 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
             is_binary = 0 in data and not (offset == 0 and data.startswith(UTF16))
             where = f"byte 0x{error.object[error.start]:02x} at offset {position}"
             if is_binary:
-                message = f"{name} is not text: it holds {where} and zeros. Give a text file, or the text made from it."
+                message = f"{name} is not text: it has {where}, and zero bytes. Convert it to text first."
             else:
                 message = f"{name} is not valid UTF-8: {where}. Convert it, for example with iconv."
             raise InvalidPrompt(message) from None

@@ -13,6 +13,7 @@ from penstock.cache.states import StatePool
 from penstock.config import PrefillPriority
 from penstock.errors import PenstockError, PromptTooLong, counted
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
+from penstock.plan.prompt_plan import ANSWER_TOKENS
 from penstock.request import Chunk, FinishReason, MediaKey, Request, Sequence, Span, Status, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
 from penstock.schedule.draft import Draft, Flight
@@ -212,9 +213,10 @@ class Scheduler:
         """Refuses a prompt that cannot be held. `is_all`: it was counted to its end."""
         has = f"The prompt has {counted(num_tokens, is_all=is_all)}"
         if num_tokens >= self.limits.max_context:
+            enough = f" to {num_tokens + ANSWER_TOKENS}" if is_all else ""
             raise PromptTooLong(
                 f"{has}; the context holds {self.limits.max_context} with the answer. Shorten it or, to go past what "
-                "the model was trained for, raise --context."
+                f"the model was trained for, raise --context{enough}."
             )
         if num_tokens >= self.capacity:
             enough = f" to {self.memory_for(num_tokens)}" if self.memory_for is not None and is_all else ""
