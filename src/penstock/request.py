@@ -13,6 +13,7 @@ FinishReason = Literal["stop", "length", "abort", "deadline"]
 HitReason = Literal["running", "pinned", "recent"]
 Pooling = Literal["mean", "last"]
 LEAST_TEMPERATURE = 1e-4  # logits that are divided by less leave what a float holds
+MAX_TOP_K = 2**31 - 1  # the device is told it in 32 bits, in one table for all rows of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,8 @@ class SamplingParams:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         is_warm = LEAST_TEMPERATURE <= self.temperature <= 100
         _require("temperature", self.temperature, self.temperature == 0 or is_warm, "0 (greedy), or 0.0001 to 100")
-        _require("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or left out")
+        has_top = self.top_k is None or 1 <= self.top_k <= MAX_TOP_K
+        _require("top_k", self.top_k, has_top, f"1 to {MAX_TOP_K}, or left out")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
         _require("repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 10, "0.01 to 10")
