@@ -4,8 +4,9 @@ import asyncio
 import threading
 
 import pytest
-from hang_bound import HANG_S, finished, until
+from hang_bound import HANG_S, LEAST_BOUND_S, finished, until, within
 from tiny_models import prompt
+from tiny_vision_models import TEXT, pictures
 
 from penstock.engine.async_engine import MAX_UNREAD, AsyncEngine
 from penstock.errors import EngineClosed, InvalidPrompt
@@ -261,3 +262,32 @@ async def at_rest(engine, stream):
     """Its reader takes one event and no more, until the request rests."""
     await anext(stream)
     await until(lambda: all(sequence.is_paused for sequence in list(engine.engine.scheduler.sequences.values())))
+
+
+def test_steps_go_on_while_the_pictures_of_another_are_scaled(load_vision):
+    """A processor that takes as long as ten steps of somebody else, who would wait for it in the step thread."""
+    inner = load_vision("llava", chunk_size=7)
+    scaled, num_steps, went_on = inner.model.lane.processor.processor, [0], []
+
+    def slowly(**given):
+        before = num_steps[0]
+        went_on.append(within(LEAST_BOUND_S, lambda: num_steps[0] > before + 10))
+        return scaled(**given)
+
+    def count_step(plan, result):
+        num_steps[0] += 1
+
+    async def scenario():
+        engine = AsyncEngine(inner)
+        other = asyncio.create_task(engine.generate(prompt(20), max_tokens=100_000, ignore_eos=True))
+        await until(lambda: num_steps[0])
+        output = await engine.generate(TEXT, images=pictures(2), max_tokens=4, ignore_eos=True)
+        assert not other.done()
+        await engine.close(drain=False)
+        await asyncio.gather(other, return_exceptions=True)
+        return output.token_ids
+
+    expected = inner.generate(TEXT, images=pictures(2), max_tokens=4, ignore_eos=True).token_ids
+    inner.model.lane.processor.processor, inner.on_step = slowly, count_step
+    assert finished(scenario()) == expected
+    assert went_on == [True]

@@ -8,11 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from penstock.config import DEFAULT_MODEL
 from penstock.engine.engine import Engine, Event, Prompt
+from penstock.engine.feed import TokenFeed
 from penstock.errors import EngineClosed
+from penstock.lanes.lane import Asked
 from penstock.request import Failed, Finished, Output
 
 # Events that a slow reader may leave unread before its request rests, and where it goes on.
@@ -100,6 +103,7 @@ class AsyncEngine:
         self._wakes = threading.Condition()
         # Grammars one after the other: many hard ones leave threads and cores to others.
         self._compiling = ThreadPoolExecutor(1, "penstock-grammars")
+        self._reading = ThreadPoolExecutor(1, "penstock-images")
         self._is_closing = False
         self._is_draining = False
         self._end: str | None = None  # why calls are made no more; None: they are
@@ -149,6 +153,20 @@ class AsyncEngine:
         """Runs `function` on the engine between two steps: plans, statistics, cache resets."""
         return await asyncio.wrap_future(self._call(lambda: function(self.engine)))
 
+    async def num_tokens(self, prompt: Prompt) -> int:
+        """Counts as `Engine.num_tokens` does, beside the steps."""
+        return await self._beside(self._reading, self.engine.num_tokens, prompt)
+
+    async def read(self, prompt: Prompt, **given: Any) -> Prompt:
+        """Opens and scales the images of a prompt beside the steps, in which a large one would take seconds."""
+        is_ready = isinstance(prompt, (Asked, TokenFeed)) or not prompt or isinstance(prompt[0], int)
+        if is_ready or not self.engine.lane.reads_images:
+            return prompt
+        return await self._beside(self._reading, partial(self.engine.read, prompt, **given))
+
+    async def _beside(self, threads: ThreadPoolExecutor, function: Callable[..., Any], *values: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *values)
+
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._wakes:
@@ -164,8 +182,11 @@ class AsyncEngine:
         grammar = settings.get("grammar") if params is None else params.grammar
         if grammar is not None:
             # A large one takes a second, in which steps go on; kept here until the engine has found it.
-            loop = asyncio.get_running_loop()
-            _compiled = await loop.run_in_executor(self._compiling, self.engine.grammars.compiled, grammar)
+            _compiled = await self._beside(self._compiling, self.engine.grammars.compiled, grammar)
+        given = {name: settings[name] for name in ("images", "answer_start") if name in settings}
+        read = await self.read(prompt, **given)
+        if read is not prompt:
+            prompt, settings = read, {name: value for name, value in settings.items() if name not in given}
 
         def submit() -> int:
             if self._end is not None:

@@ -30,7 +30,7 @@ from penstock.engine.sampler import Sampler
 from penstock.engine.step_memory import StepMemory
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, MemoryTooSmall
-from penstock.lanes.lane import LaneFacts
+from penstock.lanes.lane import Asked, LaneFacts
 from penstock.models.spec import DecoderSpec
 from penstock.plan.machine import return_freed_memory
 from penstock.plan.pace import Pace
@@ -214,6 +214,13 @@ class Engine:
     def generate(self, prompt: Prompt, **sampling: Any) -> Output:
         """Runs one request to its end."""
         return self.generate_batch([prompt], **sampling)[0]
+
+    def read(self, prompt: Prompt, *, images: Sequence[Any] = (), answer_start: str | Sequence[int] = ()) -> Asked:
+        """Does ahead of `submit`, and beside steps, what takes long with a prompt: opens its images and scales them.
+
+        One prompt at a time, in one thread: processors are not made for several.
+        """
+        return self._intake.read(prompt, images, answer_start)
 
     def num_tokens(self, prompt: Prompt) -> int:
         """Counts what a prompt would be, images and all; nothing is run, and what is refused is refused here too."""

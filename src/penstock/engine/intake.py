@@ -14,7 +14,7 @@ from penstock.engine.loading import LoadedModel
 from penstock.engine.prompts import Prompt, PromptReader
 from penstock.engine.step_memory import StepMemory
 from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong
-from penstock.lanes.lane import LanePrompt, PromptLimits
+from penstock.lanes.lane import Asked, LanePrompt, PromptLimits
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.request import Request, SamplingParams, Span
 from penstock.schedule.scheduler import Scheduler
@@ -105,6 +105,10 @@ class Intake:
         if not (ask.tokens or ask.images or isinstance(prompt, TokenFeed)):
             raise InvalidPrompt("The prompt is empty: it has 0 tokens. Give at least 1.")
         return self._model.lane.prompt(dataclasses.replace(ask, scope=scope), limits)
+
+    def read(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int]) -> Asked:
+        """Reads a prompt as far as no step is concerned, in any thread: texts are encoded, images opened and scaled."""
+        return self._model.lane.read(self.prompts.ask(prompt, images, answer_start))
 
     def num_tokens(self, prompt: Prompt) -> int:
         return self._lane_prompt(prompt, (), "", "").num_tokens

@@ -16,8 +16,8 @@ from penstock.prompt.render import ChatTemplate
 from penstock.prompt.source import TextPart
 from penstock.prompt.tokens import Tokenizer
 
-# A text, token ids, chat messages, or a feed that is still being read.
-Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed
+# A text, token ids, chat messages, a feed that is still being read, or what `Engine.read` made of one.
+Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed | Asked
 COUNTED_BYTES = 8_000_000  # files that are longer together are refused before their last token is counted
 SEPARATOR = "\n\n"
 LONG_TEXT = 65_536  # characters; a longer one is encoded piece by piece
@@ -38,6 +38,8 @@ class PromptReader:
 
     def ask(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int]) -> Asked:
         """What the lane is asked. A text has a placeholder for each image; messages have image parts."""
+        if isinstance(prompt, Asked):
+            return prompt
         if isinstance(answer_start, str):
             start = self.tokenizer.encode(answer_start, add_special_tokens=False)
         else:

@@ -107,6 +107,7 @@ class Asked:
     adds_special_tokens: bool = True  # to the text
     answer_start: tuple[int, ...] = ()
     scope: str = ""  # what is kept of its images serves prompts of this scope alone
+    processed: Mapping[str, Any] | None = None  # what the processor made of text and images; None: it is still to run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,10 @@ class Lane:
     def waves(self) -> Waves | None:
         """The waves in which a GPU attends; None where they are not known."""
         return None
+
+    def read(self, ask: Asked) -> Asked:
+        """Does what of `prompt` takes long and may be done in any thread: opens images and scales them."""
+        return ask
 
     def prompt(self, ask: Asked, limits: PromptLimits) -> LanePrompt:
         """Makes what is asked into a prompt of this lane, or refuses it."""

@@ -70,15 +70,21 @@ class MediaIntake(Lane):
         self.encoder_bytes = encoder_bytes
         self.signature = read_signature(media.model)
 
-    def prompt(self, ask: Asked, limits: PromptLimits) -> MediaPrompt:
-        """The processor runs once, here. What is too long or too large is refused; the images are not encoded yet."""
-        if not ask.images:
-            super().prompt(ask, limits)  # refuses what no lane of text takes
-            return self.text_prompt(ask.tokens)
+    def read(self, ask: Asked) -> Asked:
+        """Runs the processor, once for each prompt."""
+        if not ask.images or ask.processed is not None:
+            return ask
         if self.processor is None:
             raise InvalidMedia(f"{len(ask.images)} image(s) given, and they cannot be read: {self.why_no_images}")
         processed = self.processor.inputs(ask.text, ask.images, add_special_tokens=ask.adds_special_tokens)
-        inputs = self.inputs(processed)
+        return dataclasses.replace(ask, processed=processed)
+
+    def prompt(self, ask: Asked, limits: PromptLimits) -> MediaPrompt:
+        """What is too long or too large is refused; the images are not encoded yet."""
+        if not ask.images:
+            super().prompt(ask, limits)  # refuses what no lane of text takes
+            return self.text_prompt(ask.tokens)
+        inputs = self.inputs({**(self.read(ask).processed or {})})
         limits.refuse_too_long(inputs["input_ids"].shape[1])
         prompt = MediaPrompt.begun(self.media, inputs, encoder_bytes=self.encoder_bytes, scope=ask.scope)
         self._refuse_too_large(prompt.encoding, limits.free_bytes)

@@ -113,6 +113,7 @@ class Run:
         limit, longest = settings.max_prompt_tokens, max(lengths)
         if limit is not None and longest > limit:
             raise PromptTooLong(f"The prompt has {longest} tokens; the server takes {limit}. Shorten it.")
+        prompts = [await self._steps.read(prompt) for prompt in prompts]  # once for all of their choices
         given: dict[str, Any] = {
             "chunk_size": chunk_size,
             "priority": priority or 0,

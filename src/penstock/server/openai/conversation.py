@@ -41,7 +41,7 @@ async def converse(run: Run, ask: ChatAsk) -> None:
 async def num_tokens(service: Service, ask: ChatAsk) -> int:
     """Counts the tokens of the prompt that a chat becomes; nothing is run."""
     prompt, _ = await asyncio.to_thread(_prompt, service, ask)
-    return await asyncio.to_thread(service.engine.engine.num_tokens, prompt)
+    return await service.engine.num_tokens(prompt)
 
 
 def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
