@@ -91,6 +91,7 @@ class EngineConfig:
     context: int | None = None  # tokens; None: the model's own limit
     lane: str | None = None  # None: the lane table picks
     text_only: bool | None = None  # None: of an image-text model, where nothing can encode its images
+    adapter: str | None = None  # a LoRA's folder or hub id, merged into the weights
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"
     dtype: str = "auto"

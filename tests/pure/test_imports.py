@@ -107,6 +107,7 @@ NO_TORCH = [
     "models/spec.py",
 ]
 NO_TORCH += [
+    "models/adapter.py",
     "models/files.py",
     "models/generic_spec.py",
     "proof/verdict.py",

@@ -59,7 +59,8 @@ def _show(console: Console, plan: ModelPlan) -> None:
 
     prompt = plan.prompt
     packed = {"none": "", "keep": ", packed"}.get(plan.quantize, f", {plan.quantize}")
-    console.print(f"{plan.model} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", style="italic")
+    name = plan.model if plan.adapter is None else f"{plan.model} with {plan.adapter}"
+    console.print(f"{name} ({plan.dtype}{packed}), {prompt.prompt_tokens:,} tokens", style="italic")
     table = table_of(None, ["part"], ["MB"])
     for name, num_bytes in (
         ("Python, torch, libraries", prompt.runtime_bytes),

@@ -83,6 +83,7 @@ class RunReport(Document):
 
 class PlanReport(Document):
     model: str  # as it was named
+    adapter: str | None  # its name; null: the weights are the model's own
     lane: TraceLane  # the facts of the lane
     prompt_tokens: int  # as given
     chunk_size: int  # the largest chunk
@@ -103,6 +104,7 @@ class PlanReport(Document):
         return cls.from_fields_of(
             prompt,
             model=plan.model,
+            adapter=plan.adapter,
             lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
         )

@@ -23,6 +23,7 @@ ENGINE = {
     "context": "Most tokens of prompt and answer; past the model's own: a warning.",
     "lane": "Force a lane by its id.",
     "text_only": "Load the text part of an image-text model alone; unless given, where nothing can encode images.",
+    "adapter": "A LoRA to merge into the weights: PEFT's folder, or its hub id.",
     "strict": "Refuse instead of adjusting.",
     "device": "auto, cuda or cpu; auto takes an NVIDIA GPU where there is one.",
     "dtype": "auto, float32 or bfloat16.",

@@ -24,6 +24,7 @@ class CpuKernels(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
+    adapter: str | None  # its name
     dtype: str
     device: str
     lane: LaneFacts
@@ -48,6 +49,7 @@ def examine(model: str, config: EngineConfig, *, rerun: bool = False) -> Examina
             verdict = Checks.of(place, rerun=True).verdict
         lane = judged(lane, verdict, is_strict=config.strict)
     return Examination(
+        adapter=place.files.adapter_name,
         dtype=place.dtype,
         device=place.device,
         lane=lane,

@@ -12,7 +12,11 @@ from penstock.doctor.examination import CpuKernels, Examination, examine
 from penstock.engine.planning import plan_model
 from penstock.engine.prompts import chat_template, load_tokenizer
 from penstock.errors import PenstockError
+from penstock.lanes.native_text_kind import NATIVE_TEXT
+from penstock.models.adapter import read_adapter
 from penstock.models.files import ModelFiles, resolve
+from penstock.models.merging import AdaptedWeights
+from penstock.models.spec import decoder_spec
 from penstock.models.weights import open_weights
 from penstock.prompt.tokens import Tokenizer
 from penstock.proof.verdict import Finding
@@ -51,6 +55,8 @@ def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> 
     is_local = config_files.gguf is not None or Path(model).expanduser().is_dir()
     look("lane", lane)
     look("files", lambda: [_files(resolve(model)) if is_local else _remote_files(model)])
+    if config.adapter is not None and is_local:
+        look("adapter", lambda: _adapter(resolve(model), config.adapter or "", found.examination))
     if is_local:
         look("tokenizer", lambda: _tokenizer(config_files))
     if found.examination is not None:
@@ -72,6 +78,16 @@ def _files(files: ModelFiles) -> Diagnosis:
     names = "1 weight file" if len(files.weight_files) == 1 else f"{len(files.weight_files)} weight files"
     stored = f"{len(weights.names)} tensors, most of them {weights.quantization}"
     return good("files", f"config and {names}, {num_bytes / GIB:.2f} GiB: {stored}; every header is sound")
+
+
+def _adapter(files: ModelFiles, place: str, seen: Examination | None) -> Iterator[Diagnosis]:
+    adapter = read_adapter(place)
+    if (
+        seen is not None and seen.lane.id == NATIVE_TEXT.id
+    ):  # what another lane calls its weights shows when it is loaded
+        AdaptedWeights.of(open_weights(files), adapter, decoder_spec(files.config))
+    changed = f"{len(adapter.low_rank)} low rank changes and {len(adapter.replaced)} tensors in place of the model's"
+    yield good("adapter", f"{adapter.name}, made for {adapter.base}: {changed}, merged into the weights")
 
 
 def _tokenizer(files: ModelFiles) -> Iterator[Diagnosis]:

@@ -23,6 +23,7 @@ class DoctorReport(Document):
     """Fields of a model are None where something before them was in the way."""
 
     model: str
+    adapter: str | None = None  # merged into its weights
     environment: Environment
     diagnoses: list[Diagnosis]
     dtype: str | None = None

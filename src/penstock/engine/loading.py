@@ -35,6 +35,7 @@ from penstock.prompt.tokens import Tokenizer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     name: str
+    adapter: str | None  # its name; None: the weights are the model's own
     identity: str
     config: EngineConfig  # what holds of the settings on this lane and device
     spec: Any
@@ -100,6 +101,7 @@ def _put_together(
     adjustments = (*device_warnings(place.device), *warnings, *place.lane_adjustments(), *loaded.adjustments, *failures)
     return LoadedModel(
         name=place.files.name,
+        adapter=place.files.adapter_name,
         identity=f"{place.files.identity}:{place.dtype}" + (f":{place.quantize}" if place.lane.keeps_codes else ""),
         config=place.settings_that_hold(),
         spec=loaded.spec,

@@ -29,6 +29,7 @@ class ModelPlan:
     """A prompt's plan with the names of what it was made for."""
 
     model: str
+    adapter: str | None  # its name; None: the weights are the model's own
     lane: LaneFacts
     dtype: str
     quantize: str  # none, keep, int8 or int4
@@ -90,6 +91,7 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
     return ModelPlan(
         model=model,
+        adapter=place.files.adapter_name,
         lane=place.lane,
         dtype=place.dtype,
         quantize=place.quantize,

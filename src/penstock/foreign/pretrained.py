@@ -9,6 +9,7 @@ import mmap
 import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from penstock.errors import InvalidModelFile, UnsupportedModel, first_line
 from penstock.models.files import ModelFiles
 from penstock.models.media_spec import in_eight_bits
+from penstock.models.merging import merge_into
 from penstock.models.stored_names import HEAD, decoder_prefix
 from penstock.models.weights import SLICE_BYTES, open_weights
 
@@ -94,6 +96,7 @@ def load_tower(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dt
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):
         text.layer_types = []
+    files = replace(files, adapter=None)  # it is merged where the language part is read, which knows what is left over
     model = load_causal(files, model_class, config, dtype, device)
     for module in model.modules():
         for name in ("embed_tokens", "lm_head"):
@@ -106,7 +109,7 @@ def load_causal(files: ModelFiles, model_class: Any, config: Any, dtype: torch.d
     """Loads a model in evaluation mode onto a device, into memory of its own."""
     with quiet_library():
         if files.gguf is not None:
-            return _from_gguf(files, model_class, config, dtype).to(device)
+            return _adapted(_from_gguf(files, model_class, config, dtype), files).to(device)
         try:
             model, report = model_class.from_pretrained(
                 files.folder,
@@ -128,7 +131,13 @@ def load_causal(files: ModelFiles, model_class: Any, config: Any, dtype: torch.d
         )
     if device.type == "cpu":
         _copy_out_of_files(model, files.weight_files)
-    return model.eval().to(device)
+    return _adapted(model, files).eval().to(device)
+
+
+def _adapted(model: Any, files: ModelFiles) -> Any:
+    if files.adapter is not None:
+        merge_into(model, files.adapter)
+    return model
 
 
 def _names_of_text_part(files: ModelFiles, model_class: Any) -> dict[str, str] | None:

@@ -20,6 +20,7 @@ from penstock.lanes.place import CPU_TILING
 from penstock.models.cpu_steps import CompiledSteps, compiled_steps
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles
+from penstock.models.merging import AdaptedWeights
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.models.stored_names import stored_spec
 from penstock.models.weights import WeightSource, open_weights
@@ -129,7 +130,11 @@ def native_lane(
     """Our decoder with its weights, over pages for as many tokens as were counted."""
     place, memory, device, dtype = loading.place, loading.memory, loading.device, loading.dtype
     decoder = Decoder(spec, dtype=dtype, device=device, quantization=place.quantization)
+    if place.files.adapter is not None:
+        weights = AdaptedWeights.of(weights, place.files.adapter, spec)
     decoder.load(weights)
+    if isinstance(weights, AdaptedWeights):
+        weights.merge.require_all_used(place.lane.id)
     block_size = place.config.block_size
     storage = KvStorage(
         num_layers=len(spec.keeping_layers),

@@ -131,6 +131,8 @@ class Place:
         found: list[str] = []
         if lane.why_text_only and config.text_only is None:
             found.append(f"only the text part is read: {lane.why_text_only}")
+        if self.files.adapter is not None and self.quantize != "none":
+            found.append("matrices that the adapter changes are expanded and packed again; --quantize none rounds less")
         if lane.reads_whole and config.chunk_size != 0:
             found.append(f"prompts are read whole: {lane.reason}")
         if not lane.shares_prefixes and config.prefix_cache:

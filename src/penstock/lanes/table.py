@@ -17,6 +17,7 @@ from penstock.lanes.native_text_kind import NATIVE_TEXT
 from penstock.lanes.place import Place
 from penstock.lanes.seq2seq_kind import SEQ2SEQ
 from penstock.lanes.text_part import part_to_read
+from penstock.models.adapter import with_adapter
 from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles, reading_config
 from penstock.plan.devices import choose_dtype, require_device
@@ -59,6 +60,8 @@ def _asked_for(config: Mapping[str, Any], requested: str) -> LaneFacts:
 
 def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
     """Picks lane, device and dtype of a model; settings that its lane cannot honour are refused."""
+    if config.adapter:
+        files = with_adapter(files, config.adapter)
     with reading_config(files.name):
         is_for_images = config.lane in LANES and LANES[config.lane].facts.reads_images
         files = part_to_read(files, config, is_for_images=is_for_images)

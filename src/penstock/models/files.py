@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import InvalidModelFile, ModelNotFound, PenstockError, brief, first_line
 
 if TYPE_CHECKING:
+    from penstock.models.adapter import Adapter
     from penstock.models.gguf import GgufFile
 
 DEFAULT_MODEL = "smollm2"
@@ -44,7 +45,12 @@ class ModelFiles:
     gguf: GgufFile | None  # its header, read once
     weight_files: tuple[Path, ...]
     identity: str  # changes when the config or any weight file does: keys caches
+    adapter: Adapter | None = None  # merged into the weights as they are read
     why_text_only: str = ""  # why only the text part of an image-text model is read; empty: all of it is
+
+    @property
+    def adapter_name(self) -> str | None:
+        return None if self.adapter is None else self.adapter.name
 
 
 def resolve(model: str, *, weights: bool = True) -> ModelFiles:
@@ -64,7 +70,7 @@ def resolve(model: str, *, weights: bool = True) -> ModelFiles:
             f"{model!r} cannot be read: {error.strerror}; check the path and its permissions."
         ) from error
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _from_folder(model, _hub_snapshot(model, weights), weights)
+        return _from_folder(model, hub_snapshot(model, weights), weights)
     raise ModelNotFound(f"There is no file or folder {model!r}; {WAYS_TO_NAME_A_MODEL}.")
 
 
@@ -239,7 +245,7 @@ def _identity(config: dict[str, Any], weight_files: tuple[Path, ...]) -> str:
 # --- the hub ------------------------------------------------------------------------------------------------
 
 
-def _hub_snapshot(model: str, weights: bool) -> Path:
+def hub_snapshot(model: str, weights: bool) -> Path:
     """The hub's files, from its cache when the network is away. Pickles are never asked for."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError

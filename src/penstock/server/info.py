@@ -47,6 +47,7 @@ class ModelCard(BaseModel):
     owned_by: str = "penstock"
     max_model_len: int
     lane: str
+    adapter: str | None  # merged into the weights
     type: Literal["model"] = "model"
     display_name: str
     created_at: datetime
@@ -108,4 +109,5 @@ def _card(service: Service, name: str) -> ModelCard:
         created=service.started_at,
         max_model_len=engine.scheduler.capacity,
         lane=engine.lane.id,
+        adapter=engine.model.adapter,
     )

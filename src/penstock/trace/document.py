@@ -58,6 +58,7 @@ class Environment(_Part):
 
 class TraceModel(_Part):
     name: str
+    adapter: str | None = None  # merged into the weights
     dtype: str
     num_parameters: Count
     weight_bytes: Count
