@@ -26,7 +26,7 @@ from penstock.cli.report import PlanReport, RunReport
 from penstock.config import CONFIG_FILE, EngineConfig
 from penstock.lanes.lane import LaneFacts
 from penstock.models.families import FAMILIES
-from penstock.models.gguf_translation import ARCHITECTURES
+from penstock.models.gguf_architectures import ARCHITECTURES
 from penstock.models.media_spec import NATIVE_MEDIA
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.trace.document import Trace
@@ -103,9 +103,9 @@ def _settings_table(kind: type, column: str, cell: Callable[[dataclasses.Field[A
 def families() -> str:
     gguf_names: dict[str, list[str]] = {}
     for name, family in ARCHITECTURES.items():
-        gguf_names.setdefault(family.model_type, []).append(name)
-    # A llama file with a sliding window is a mistral model.
-    gguf_names.setdefault("mistral", []).append("llama")
+        for kind in filter(None, (family.model_type, family.with_window.get("model_type"))):
+            gguf_names.setdefault(kind, []).append(name)
+    gguf_names |= {"mixtral": ["llama"], "ministral3": ["mistral3"]}  # told by other metadata
     rows = [
         (_code(name), ", ".join(map(_code, gguf_names.get(name, []))) or "not read", WHAT_IS_SPECIAL[name])
         for name in FAMILIES

@@ -33,7 +33,7 @@ from penstock.models import weights
 from penstock.models.decoder import Decoder
 from penstock.models.files import gguf_dtype, resolve
 from penstock.models.gguf import read_gguf
-from penstock.models.gguf_translation import hf_config
+from penstock.models.gguf_config import hf_config
 from penstock.models.spec import decoder_spec
 from penstock.models.weights import GgufWeights, SafetensorsWeights, open_weights
 

@@ -20,7 +20,8 @@ from penstock.errors import InvalidModelFile, ModelNotFound, PenstockError, Unsu
 from penstock.models import files
 from penstock.models.files import resolve
 from penstock.models.gguf import MAX_KEPT_ITEMS, read_gguf
-from penstock.models.gguf_translation import hf_config, hf_tensor_name, hf_tensors
+from penstock.models.gguf_config import hf_config
+from penstock.models.gguf_translation import ARCHITECTURES, hf_tensor_name, hf_tensors
 
 HIDDEN, MLP, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 48, 4, 2, 2, 40
 
@@ -515,7 +516,7 @@ def test_a_stored_window_makes_a_llama_a_mistral(tmp_path):
 
 def test_variants_that_change_the_numbers_are_refused(tmp_path):
     for variant in (
-        {"llama__expert_count": 8},
+        {"llama__attention__scale": 0.5},
         {"llama__logit_scale": 0.5},
         {"llama__attention__causal": False},
     ):
@@ -534,9 +535,15 @@ def test_missing_layers_are_noticed(tmp_path):
 
 
 def test_names_follow_the_architecture():
-    assert hf_tensor_name("blk.3.attn_q.bias", "qwen2") == "model.layers.3.self_attn.q_proj.bias"
-    assert hf_tensor_name("blk.3.ffn_norm.weight", "llama") == "model.layers.3.post_attention_layernorm.weight"
-    assert hf_tensor_name("blk.3.ffn_norm.weight", "gemma3") == "model.layers.3.pre_feedforward_layernorm.weight"
-    assert hf_tensor_name("blk.3.ffn_up.weight", "phi3") == "model.layers.3.mlp.gate_up_proj.weight"
-    assert hf_tensor_name("output.weight", "llama") == "lm_head.weight"
-    assert hf_tensor_name("rope_freqs.weight", "llama") is None
+    assert hf_tensor_name("blk.3.attn_q.bias", ARCHITECTURES["qwen2"]) == "model.layers.3.self_attn.q_proj.bias"
+    assert (
+        hf_tensor_name("blk.3.ffn_norm.weight", ARCHITECTURES["llama"])
+        == "model.layers.3.post_attention_layernorm.weight"
+    )
+    assert (
+        hf_tensor_name("blk.3.ffn_norm.weight", ARCHITECTURES["gemma3"])
+        == "model.layers.3.pre_feedforward_layernorm.weight"
+    )
+    assert hf_tensor_name("blk.3.ffn_up.weight", ARCHITECTURES["phi3"]) == "model.layers.3.mlp.gate_up_proj.weight"
+    assert hf_tensor_name("output.weight", ARCHITECTURES["llama"]) == "lm_head.weight"
+    assert hf_tensor_name("rope_freqs.weight", ARCHITECTURES["llama"]) is None

@@ -189,6 +189,11 @@ def _from_gguf(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dt
     with no_init_weights():
         model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
+    if apart := sorted({name for name, _ in model.named_parameters()} - source.names):
+        raise UnsupportedModel(
+            f"{files.name} keeps {apart[0]!r} under another name, which only Penstock's own decoder knows; leave "
+            "--lane away."
+        )
     for name, parameter in model.named_parameters():
         source.copy_into(parameter, name)
     return model.eval()

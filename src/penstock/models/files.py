@@ -100,7 +100,7 @@ def _from_file(model: str, path: Path) -> ModelFiles:
 
 def _from_gguf(model: str, path: Path) -> ModelFiles:
     from penstock.models.gguf import read_gguf
-    from penstock.models.gguf_translation import hf_config
+    from penstock.models.gguf_config import hf_config
 
     gguf = read_gguf(path)
     config = {**hf_config(gguf), "dtype": gguf_dtype(gguf)}

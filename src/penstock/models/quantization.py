@@ -70,9 +70,9 @@ def stored_formats(files: ModelFiles) -> dict[str, Format]:
     if files.gguf is None:
         return {}
     return {
-        name: Format.INT4 if tensor.stored.quant_type in IN_FOUR_BITS else Format.INT8
+        name: Format.INT4 if types <= IN_FOUR_BITS else Format.INT8
         for name, tensor in hf_tensors(files.gguf).items()
-        if tensor.stored.quant_type not in FLOATS and len(tensor.stored.shape) == 2
+        if not (types := {piece.stored.quant_type for piece in tensor.pieces}) & FLOATS and len(tensor.shape) == 2
     }
 
 

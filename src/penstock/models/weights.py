@@ -18,9 +18,9 @@ from gguf.quants import dequantize
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.files import ModelFiles
 from penstock.models.gguf import GgufFile
-from penstock.models.gguf_translation import HfTensor, hf_tensors
+from penstock.models.gguf_translation import HfTensor, Piece, hf_tensors
 from penstock.models.groups import from_gguf, grouped
-from penstock.models.quantized import QuantizedRows
+from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.safetensors import StoredTensor, read_safetensors_header
 from penstock.models.stored_names import SCALES
 
@@ -92,6 +92,10 @@ def _check_shape(asked: tuple[int, ...], stored: tuple[int, ...], name: str, pat
             f"{path}: tensor {name!r} has shape {stored}, the model's config asks for "
             f"{asked}; take config and weights from the same model."
         )
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _slices(
@@ -321,8 +325,8 @@ class GgufWeights:
         self._path = gguf.path
         self._tensors = hf_tensors(gguf)
         num_values: Counter[str] = Counter()
-        for tensor in self._tensors.values():
-            num_values[tensor.stored.quant_type.name] += prod(tensor.stored.shape)
+        for piece in (piece for tensor in self._tensors.values() for piece in tensor.pieces):
+            num_values[piece.stored.quant_type.name] += prod(piece.stored.shape)
         self.names = frozenset(self._tensors)
         self.quantization = _common_type(num_values)
 
@@ -332,36 +336,88 @@ class GgufWeights:
         return self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).stored.shape
+        return self._find(name).shape
 
     @torch.no_grad()
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
-        tensor = self._find(name)
-        stored = tensor.stored
-        _check_destination(destination, stored.shape, name, self._path)
+        tensor, destination = self._find(name), destination.detach()
+        if _without_ones(destination.shape) == _without_ones(tensor.shape):
+            destination = destination.view(tensor.shape)
+        _check_destination(destination, tensor.shape, name, self._path)
+        rows = destination.transpose(-1, -2) if tensor.is_turned else destination
+        if any(piece.places is not None for piece in tensor.pieces) and not rows.is_contiguous():
+            whole = torch.empty(rows.shape)
+            self._copy_pieces(whole, tensor, name)
+            rows.copy_(whole)
+        else:
+            self._copy_pieces(rows, tensor, name)
+
+    def _copy_pieces(self, rows: torch.Tensor, tensor: HfTensor, name: str) -> None:
+        for piece in tensor.pieces:
+            if piece.places is not None:
+                self._scatter(rows, piece, name)
+            elif len(tensor.pieces) == 1:
+                self._copy(rows, piece, name)
+            else:
+                self._copy(rows[piece.first_row : piece.first_row + piece.stored.shape[0]], piece, name)
+
+    def _copy(self, destination: torch.Tensor, piece: Piece, name: str) -> None:
+        stored = piece.stored
         block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
-        head_rows = stored.shape[0] // tensor.interleaved_heads if tensor.interleaved_heads else 1
+        head_rows = stored.shape[0] // piece.interleaved_heads if piece.interleaved_heads else 1
         # A vector is cut between blocks, a matrix between rows, and permuted rows between heads.
         multiple = head_rows if len(stored.shape) > 1 else lcm(head_rows, block_items)
-        for part, start in _slices(destination.detach(), 0, 4, multiple):
+        for part, start in _slices(destination, 0, 4, multiple):
             raw = torch.empty(part.numel() // block_items * block_bytes, dtype=torch.uint8)
             _read_into(self._path, stored.offset + start // block_items * block_bytes, raw)
-            values = self._dequantized(raw.numpy(), part.shape[-1], stored.quant_type, name)
-            if tensor.subtract:
-                values = values - np.float32(tensor.subtract)
-            if tensor.interleaved_heads:
+            values = self._values(piece, raw.numpy(), part.shape[-1] if part.dim() else 1, name)
+            if piece.interleaved_heads:
                 # Stored as (heads, pairs, 2, ...); rotary halves come first in Hugging Face's order.
                 values = values.reshape(-1, head_rows // 2, 2, prod(part.shape[1:])).swapaxes(1, 2)
             part.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(part.shape))
 
+    def _scatter(self, destination: torch.Tensor, piece: Piece, name: str) -> None:
+        """Puts rows, or the values of a vector, where they belong."""
+        stored, places = piece.stored, torch.from_numpy(piece.places)
+        row_items = prod(stored.shape) // len(places)
+        flat, width = destination.view(-1, row_items), stored.shape[-1]
+        block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
+        step = max(1, SLICE_BYTES // (4 * width)) * width
+        for start in range(0, prod(stored.shape), step):
+            count = min(step, prod(stored.shape) - start)
+            raw = torch.empty(count // block_items * block_bytes, dtype=torch.uint8)
+            _read_into(self._path, stored.offset + start // block_items * block_bytes, raw)
+            values = torch.from_numpy(self._values(piece, raw.numpy(), width, name)).reshape(-1, row_items)
+            flat[places[start // row_items :][: len(values)]] = values.to(flat.dtype)
+
+    def _values(self, piece: Piece, raw: np.ndarray, row_items: int, name: str) -> np.ndarray:
+        values = self._dequantized(raw, row_items, piece.stored.quant_type, name)
+        if piece.subtract:
+            values = values - np.float32(piece.subtract)
+        if piece.is_decay:
+            if not np.all((values < 0) & np.isfinite(values)):
+                raise InvalidModelFile(f"{self._path}: {piece.stored.name!r} holds no decay; download it again.")
+            values = np.log(-values)
+        if piece.columns is not None:
+            moved = np.empty_like(values)
+            moved[:, piece.columns] = values
+            values = moved
+        return values
+
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
-        tensor, matrix = self._find(name), destination.matrix
-        stored = tensor.stored
-        _check_shape(destination.shape, stored.shape, name, self._path)
-        num_rows, num_inputs = destination.shape
+        tensor = self._find(name)
+        _check_shape(destination.shape, tensor.shape, name, self._path)
+        for piece in tensor.pieces:
+            self._quantize(destination.matrix, destination.start + piece.first_row, piece, name)
+
+    def _quantize(self, matrix: QuantizedMatrix, start: int, piece: Piece, name: str) -> None:
+        assert piece.places is None, name
+        assert piece.columns is None, name
+        stored = piece.stored
+        num_rows, num_inputs = stored.shape
         block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
         row_bytes = num_inputs // block_items * block_bytes
-        head_rows = num_rows // tensor.interleaved_heads if tensor.interleaved_heads else 1
+        head_rows = num_rows // piece.interleaved_heads if piece.interleaved_heads else 1
         step = max(1, SLICE_BYTES // (4 * num_inputs) // head_rows) * head_rows
         for first in range(0, num_rows, step):
             raw = torch.empty(min(step, num_rows - first), row_bytes, dtype=torch.uint8)
@@ -370,9 +426,9 @@ class GgufWeights:
                 groups = from_gguf(raw.numpy(), stored.quant_type, matrix.format)
             except NotImplementedError:
                 raise self._unreadable(stored.quant_type, name) from None
-            if tensor.interleaved_heads:
+            if piece.interleaved_heads:
                 groups = groups.rows(_halves_first(len(raw), head_rows))
-            matrix.fill(destination.start + first, groups)
+            matrix.fill(start + first, groups)
 
     def _dequantized(self, raw: np.ndarray, row_items: int, quant_type: GGMLQuantizationType, name: str) -> np.ndarray:
         block_items, block_bytes = GGML_QUANT_SIZES[quant_type]
