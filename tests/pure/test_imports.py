@@ -40,7 +40,7 @@ ALLOWED = {
         "attention",
         "kernels",
     },
-    "server": {"answer", "engine", "trace", "prompt", "plan", "cache.prefix"},
+    "server": {"answer", "batch", "engine", "trace", "prompt", "plan", "cache.prefix"},
     "simulate": {"schedule", "trace", "cache"},
     "bench": {
         "engine",

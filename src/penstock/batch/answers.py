@@ -33,7 +33,7 @@ class AnswerFile:
         try:
             self._lock()
             self._digests = array("Q")  # by the number of the line; 0: not answered
-            self.num_found = self.num_failed = 0
+            self.num_found = self.num_failed = self.num_bytes = 0
             self._read()
         except BaseException:
             self.close()
@@ -46,14 +46,13 @@ class AnswerFile:
             raise InvalidSetting(f"Another batch writes {self.path}. Wait for it, or name another file.") from None
 
     def _read(self) -> None:
-        num_bytes = 0
         with self.path.open("rb") as file:
             for raw in file:
                 if not raw.endswith(b"\n"):
                     break
                 self._take(raw)
-                num_bytes += len(raw)
-        os.truncate(self._file, num_bytes)
+                self.num_bytes += len(raw)
+        os.truncate(self._file, self.num_bytes)
 
     def _take(self, raw: bytes) -> None:
         head = _HEAD.match(raw)
@@ -61,7 +60,7 @@ class AnswerFile:
             raise InvalidSetting(f"{self.path} holds something that is no answer of a batch. Name another file.")
         self._note(number, int(head[2], 16))
         self.num_found += 1
-        self.num_failed += head[3] is None or int(head[3]) >= 400
+        self.num_failed += _has_failed(head)
 
     def _note(self, number: int, digest: int) -> None:
         if number >= len(self._digests):
@@ -92,12 +91,23 @@ class AnswerFile:
     def _append(self, name: str, custom_id: str | None, response: bytes, error: bytes, *, is_failed: bool) -> None:
         parts = {b"id": _json(name), b"custom_id": _json(custom_id), b"response": response, b"error": error}
         text = b"{" + b", ".join(b'"%s": %s' % part for part in parts.items()) + b"}\n"
+        self.num_bytes += len(text)
         while text:  # a disk that is nearly full takes a part
             text = text[os.write(self._file, text) :]
         self.num_failed += is_failed
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def is_failed(raw: bytes) -> bool:
+    """Tells whether a line of answers is one of failure."""
+    head = _HEAD.match(raw)
+    return head is None or _has_failed(head)
+
+
+def _has_failed(head: re.Match[bytes]) -> bool:
+    return head[3] is None or int(head[3]) >= 400
 
 
 def answer_name(line: Line) -> str:

@@ -18,7 +18,10 @@ READ_FIELDS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", EMBE
 ENVELOPE = ("custom_id", "url", "method")  # around the body of a line; a line without a body is one itself
 # Where a line goes that names no route, by the field that it has.
 ROUTES = {"messages": CHAT, "prompt": COMPLETIONS, "input": RESPONSES}
-OTHER_NAMES = {RESPONSES: {"max_tokens": "max_output_tokens"}, EMBEDDINGS: {"max_tokens": None, "temperature": None}}
+OTHER_NAMES = {
+    RESPONSES: {"max_tokens": "max_output_tokens", "priority": None},
+    EMBEDDINGS: {"max_tokens": None, "temperature": None, "priority": None},
+}
 
 
 class InvalidLine(PenstockError):
@@ -64,8 +67,11 @@ def lines_of(file: BinaryIO) -> Iterator[Line]:
             yield Line(number=number, raw=whole.strip() if len(whole) <= MAX_LINE_BYTES else whole)
 
 
-def read_line(line: Line, defaults: Mapping[str, Any]) -> LineAsk:
-    """Reads OpenAI's form, a body alone, or a text: one message. `defaults`: of fields that the line leaves out."""
+def read_line(line: Line, defaults: Mapping[str, Any], route: str | None = None) -> LineAsk:
+    """Reads OpenAI's form, a body alone, or a text: one message. `defaults`: of fields that the line leaves out.
+
+    `route`: the only one that it may ask.
+    """
     if len(line.raw) > MAX_LINE_BYTES:
         raise InvalidLine(f"The line is longer than {MAX_LINE_BYTES:,} bytes, the most that is read. Shorten it.")
     try:
@@ -80,7 +86,10 @@ def read_line(line: Line, defaults: Mapping[str, Any]) -> LineAsk:
     if custom_id is not None and not isinstance(custom_id, str):
         raise InvalidLine("custom_id is no text. Write it in quotes.")
     try:
-        return _read_object(given, custom_id, defaults)
+        ask = _read_object(given, custom_id, defaults)
+        if route not in (None, ask.route):
+            raise InvalidLine(f"The line asks {ask.route}; this batch is for {route}.")
+        return ask
     except InvalidLine as error:
         raise InvalidLine(str(error), custom_id) from None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch.answers import AnswerFile, answer_name
-from penstock.batch.lines import InvalidLine, Line, in_order, read_line
+from penstock.batch.lines import WINDOW_BYTES, InvalidLine, Line, in_order, read_line
 from penstock.errors import EngineClosed
 
 Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # (route, body, id of the request): (status, body)
@@ -42,20 +42,24 @@ class Batch:
         defaults: Mapping[str, Any],
         most_at_once: int,
         watch: Callable[[BatchCounts], None],
+        route: str | None = None,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """`watch` is called with every line that is answered or was answered before."""
+        """`watch` is called with every line that is answered or was answered before. `route`: of all lines."""
         self._post = post
         self._answers = answers
         self._defaults = defaults
         self._room = asyncio.Semaphore(most_at_once)
         self._watch = watch
+        self._route = route
+        self._window_bytes = window_bytes
         self.counts = BatchCounts()
 
     async def run(self, lines: Iterator[Line]) -> None:
         """Answers every line that has no answer yet. Cancelled, it leaves the others for the next run."""
         try:
             async with asyncio.TaskGroup() as group:
-                for line in in_order(self._unanswered(lines)):
+                for line in in_order(self._unanswered(lines), self._window_bytes):
                     await self._room.acquire()
                     group.create_task(self._answer(line))
         except ExceptionGroup as failed:
@@ -81,7 +85,7 @@ class Batch:
 
     async def _ask(self, line: Line) -> None:
         try:
-            ask = read_line(line, self._defaults)
+            ask = read_line(line, self._defaults, self._route)
         except InvalidLine as error:
             self._answers.write_error(line, error.custom_id, str(error))
             return

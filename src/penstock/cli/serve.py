@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ TIMES = (*TIMEOUTS, "drain_timeout_s")
         "alias": ("tool_parser", "reasoning_parser", "host", "port"),
         "api_key": ("share_prefixes", "pin_s", "max_pinned_bytes"),
         "cors_origin": (*SHARING, "max_prompt_tokens"),
-        "max_body_mib": (*TIMES, *CONNECTIONS, *ENGINE),
+        "max_files_mib": (*TIMES, *CONNECTIONS, *ENGINE),
     }
 )
 def serve(
@@ -40,6 +41,10 @@ def serve(
         list[str] | None, typer.Option(help="Without a key: a name besides localhost that requests may be sent to.")
     ] = None,
     max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 32,
+    files: Annotated[
+        Path | None, typer.Option(help="A folder for files and batches, which a later server goes on with.")
+    ] = None,
+    max_files_mib: Annotated[int, typer.Option(help="Most bytes of files that are kept.")] = 1024,
     trace: TraceFile = None,
     **settings: Any,
 ) -> None:
@@ -57,6 +62,8 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),
         max_body_bytes=max_body_mib * MIB,
+        files=files,
+        max_files_bytes=max_files_mib * MIB,
         trace=trace,
         **{name: value for name, value in settings.items() if name in SERVER},
     )

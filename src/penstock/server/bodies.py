@@ -12,15 +12,20 @@ class BodyMeter:
     """Refuses a body once it is too large, or has more in it than is read in a moment.
 
     What stands in a text does not count as a string: quotes are escaped there. Its commas and brackets count as values.
+    Of a body that is not parsed only the size counts.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, is_parsed: bool = True) -> None:
         self._max_bytes = max_bytes
+        self._is_parsed = is_parsed
         self._max_values = max_bytes // BYTES_PER_VALUE
         self._num_bytes = self._num_values = self._num_quotes = 0
 
     def take(self, content: bytes) -> None:
         self._num_bytes += len(content)
+        if not self._is_parsed:
+            self.refuse_size(self._num_bytes)
+            return
         self._num_values += sum(content.count(one) for one in (b",", b"[", b"{"))
         self._num_quotes += content.count(b'"') - content.count(b'\\"')
         self.refuse_size(self._num_bytes)

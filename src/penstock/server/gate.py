@@ -14,13 +14,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.bodies import BodyMeter
-from penstock.server.pages import OwnPages
+from penstock.server.inside import SCOPE
+from penstock.server.pages import JSON, MULTIPART, OwnPages
 from penstock.server.problems import Refused, problem_response
 from penstock.server.settings import ServerSettings
 
 log = logging.getLogger("penstock.server")
 
 OPEN_PATHS = frozenset({"/health", "/"})  # the page holds nothing secret; what it asks for needs the key
+FILES_PATH = "/v1/files"
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -28,6 +30,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
+        self._max_file_bytes = settings.max_files_bytes
         self._body_timeout_s = settings.body_timeout_s
         self._whole_body_timeout_s = settings.whole_body_timeout_s
         self._key_digests = [_digest(key) for key in settings.api_keys]
@@ -43,7 +46,8 @@ class Gate:
         state = scope.setdefault("state", {})
         request_id = state["request_id"] = _request_id(headers)
         state.setdefault("arrived_at", time.perf_counter())
-        state["sharing_scope"] = self._sharing_scope(headers)
+        inside: str | None = scope.get(SCOPE)
+        state["sharing_scope"] = self._sharing_scope(headers) if inside is None else inside
         status: int | None = None
 
         async def answer(message: Message) -> None:
@@ -55,8 +59,10 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope["path"], scope["method"], headers)
-            await self._app(scope, self._bounded(receive), answer)
+            meter = self._meter(scope["path"])
+            if inside is None:
+                self._check(scope["path"], scope["method"], headers, meter)
+            await self._app(scope, self._bounded(receive, meter), answer)
         except Exception as error:
             if status is not None:
                 raise
@@ -64,19 +70,25 @@ class Gate:
         finally:
             _write_log(scope, state, status)
 
-    def _check(self, path: str, method: str, headers: Headers) -> None:
+    def _meter(self, path: str) -> BodyMeter:
+        """Makes the limit of a body: a file is put away as it is, everything else is parsed."""
+        if path == FILES_PATH:
+            return BodyMeter(self._max_file_bytes, is_parsed=False)
+        return BodyMeter(self._max_body_bytes)
+
+    def _check(self, path: str, method: str, headers: Headers, meter: BodyMeter) -> None:
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy that believes the other one has read another request than the one that ends here.
             message = "The body has two lengths. Send either Content-Length or Transfer-Encoding."
             raise Refused(message, is_last=True)
         if not self._key_digests:  # a key is what no page of another site has
             self._pages.check_host(headers)
-            self._pages.check_sender(method, headers)
+            self._pages.check_sender(method, headers, MULTIPART if path == FILES_PATH else JSON)
         elif path not in OPEN_PATHS and not self._is_preflight(method, headers):
             self._check_key(headers)
         length = headers.get("content-length", "")
         if length.isdecimal():
-            BodyMeter(self._max_body_bytes).refuse_size(int(length))
+            meter.refuse_size(int(length))
 
     def _is_preflight(self, method: str, headers: Headers) -> bool:
         """Tells a browser's question about CORS, which brings no key and is answered alike for every path."""
@@ -95,8 +107,8 @@ class Gate:
             message = "The API key is missing or wrong. Send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise Refused(message, status=401)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        meter, is_whole = BodyMeter(self._max_body_bytes), False
+    def _bounded(self, receive: Receive, meter: BodyMeter) -> Receive:
+        is_whole = False
         now = asyncio.get_running_loop().time
         ends_at = now() + self._whole_body_timeout_s
 

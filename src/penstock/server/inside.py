@@ -7,10 +7,16 @@ import asyncio
 from starlette.types import ASGIApp, Message, Scope
 
 HOST = "localhost"
+SCOPE = "penstock.sharing_scope"  # in a request's scope, where no connection can put it
 
 
-async def post_inside(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Posts a JSON body; returns (status, body). Cancelling it cancels the request."""
+async def post_inside(
+    app: ASGIApp, path: str, body: bytes, request_id: str, *, sharing_scope: str = ""
+) -> tuple[int, bytes]:
+    """Posts a JSON body without a key; returns (status, body). Cancelling it cancels the request.
+
+    `sharing_scope`: whose prefixes it may find.
+    """
     headers = {"host": HOST, "content-type": "application/json", "x-request-id": request_id}
     scope: Scope = {
         "type": "http",
@@ -25,6 +31,7 @@ async def post_inside(app: ASGIApp, path: str, body: bytes, request_id: str) -> 
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "client": None,
         "server": (HOST, 0),
+        SCOPE: sharing_scope,
     }
     sent = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 0, []

@@ -101,6 +101,7 @@ class Metrics:
         self._success = counter("request_success_total", "Requests that ended, by reason.", "finished_reason")
         self._cancelled = counter("request_cancelled_total", "Requests that their clients left.")
         self._unread = counter("unread_calls_total", "Times that an answer opened like a call and was none.")
+        self._batch_lines = counter("batch_lines_total", "Lines of batches that were answered, by status.", "status")
         self._running = gauge("num_requests_running", "Requests that are being served.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._kv = gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.")
@@ -180,6 +181,9 @@ class Metrics:
     def forget(self, request_id: int) -> None:
         with self._lock:
             self._stalls.leave(request_id)
+
+    def count_batch_line(self, status: int) -> None:
+        self._batch_lines.labels(str(status)).inc()
 
     def count_cancelled(self) -> None:
         self._cancelled.inc()

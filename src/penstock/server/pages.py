@@ -12,6 +12,7 @@ from penstock.server.settings import ServerSettings
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
+JSON, MULTIPART = "application/json", "multipart/form-data"
 
 
 class OwnPages:
@@ -34,8 +35,11 @@ class OwnPages:
                 status=403,
             )
 
-    def check_sender(self, method: str, headers: Headers) -> None:
-        """Refuses what a page of another site may send without being asked about it first."""
+    def check_sender(self, method: str, headers: Headers, expected: str = JSON) -> None:
+        """Refuses what a page of another site may send without being asked about it first.
+
+        A form is such a thing too, but browsers name the site that it comes from.
+        """
         if method in READING:
             return
         if self._is_foreign(headers):
@@ -45,10 +49,8 @@ class OwnPages:
                 status=403,
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused(
-                f"The content type is {kind[:80]!r}. Send the header 'Content-Type: application/json'.", status=415
-            )
+        if kind != expected:
+            raise Refused(f"The content type is {kind[:80]!r}. Send the header 'Content-Type: {expected}'.", status=415)
 
     def _is_foreign(self, headers: Headers) -> bool:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +26,7 @@ from penstock.errors import EngineClosed
 from penstock.plan.memory import over_budget
 from penstock.request import StepPlan, StepResult
 from penstock.server.board import Board
+from penstock.server.kept_files import KeptFiles
 from penstock.server.metrics import Metrics
 from penstock.server.openai.chat_asks import GivenMessage
 from penstock.server.openai.stored import StoredResponses
@@ -42,6 +47,8 @@ class Service:
         self.board = Board()
         self.metrics = Metrics()
         self.responses = StoredResponses(settings.max_stored_bytes)
+        self.folder = settings.files or _temporary_folder(self)
+        self.files = KeptFiles(self.folder / "files", settings.max_files_bytes)
         self.forms = TemplateForms()
         self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None
@@ -126,6 +133,13 @@ class Service:
         engine.warm_up()
         engine.record()
         return engine
+
+
+def _temporary_folder(service: Service) -> Path:
+    """Makes a folder that ends with the service."""
+    folder = Path(mkdtemp(prefix="penstock-"))
+    weakref.finalize(service, shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _forms(reader: PromptReader, settings: ServerSettings) -> TemplateForms:

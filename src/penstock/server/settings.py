@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.answer.formats import FORMATS, REASONINGS
-from penstock.config import MIB
+from penstock.config import GIB, MIB
 from penstock.errors import InvalidSetting
 
 NAME = re.compile(r"[!-~]{1,128}")
@@ -40,6 +40,8 @@ class ServerSettings:
     max_image_bytes: int = 20 * MIB
     max_prompt_tokens: int | None = None  # None: what the context and the memory hold
     max_choices: int = 16
+    files: Path | None = None  # where files and batches are kept; None: a folder that ends with the server
+    max_files_bytes: int = GIB
     max_stored_bytes: int = 16 * MIB  # of responses that can be asked for again
     pin_s: float = 60.0  # for so long nothing evicts what an answer that ended with a call has read and written
     max_pinned_bytes: int | None = None  # of keys and values; None: half of the pages
@@ -64,7 +66,14 @@ class ServerSettings:
         for name, known in (("tool_parser", FORMATS), ("reasoning_parser", [*REASONINGS, "none"])):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise InvalidSetting(f"There is no {name} {value!r}; known ones are {', '.join(known)}.")
-        for name in ("max_body_bytes", "max_image_bytes", "max_choices", "max_prompt_tokens", *CONNECTIONS):
+        for name in (
+            "max_body_bytes",
+            "max_files_bytes",
+            "max_image_bytes",
+            "max_choices",
+            "max_prompt_tokens",
+            *CONNECTIONS,
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1.")
         for name in TIMEOUTS:
