@@ -235,6 +235,7 @@ IMAGE_TEXT_NAMES = {
     "mistral3": "Mistral Small 3, Ministral 3, Devstral 2",
     "internvl": "InternVL",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4 (of E2B and E4B at any token: their images do not see themselves)",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL with a mixture of experts",

@@ -201,6 +201,38 @@ def _ministral3() -> PretrainedConfig:
     return transformers.Mistral3Config(**config | {"text_config": text.to_dict()})
 
 
+def _gemma4(**values: Any) -> PretrainedConfig:
+    """Images see themselves in layers with a window; heads of the others are larger, and their keys are values."""
+    heads = {"head_dim": 24, "global_head_dim": 40, "num_global_key_value_heads": 1, "sliding_window": 13}
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True}
+    others = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    tower = {name: _VIT[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    tower |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+    return transformers.Gemma4Config(
+        text_config=_TEXT | heads | layers | others | values,
+        vision_config=tower | {"pooling_kernel_size": 3, "patch_size": 4},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        audio_token_id=VIDEO_TOKEN + 2,
+    )
+
+
+def _gemma4_e() -> PretrainedConfig:
+    """Images see what comes before alone; layers have inputs of their own, and the last ones keys of earlier ones."""
+    inputs = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False}
+    return _gemma4(**inputs, **shared, use_bidirectional_attention=None)
+
+
+def _places() -> dict[str, torch.Tensor]:
+    """Patches with their places, of a square and of a wide image, padded to as many."""
+    places = [torch.cartesian_prod(torch.arange(height), torch.arange(9)).flip(-1) for height in (9, 6)]
+    padded = [torch.nn.functional.pad(one, (0, 0, 0, 81 - len(one)), value=-1) for one in places]
+    pixels = _images(2, 81, 48).sigmoid()
+    pixels[1, len(places[1]) :] = 0
+    return {"pixel_values": pixels, "image_position_ids": torch.stack(padded)}
+
+
 def _internvl() -> PretrainedConfig:
     vision = transformers.InternVLVisionConfig(**(_VIT | {"image_size": [32, 32], "patch_size": [8, 8]}))
     return transformers.InternVLConfig(
@@ -222,6 +254,8 @@ KINDS = {
     "qwen3.5": Kind(config=lambda: _qwen3_5("Qwen3_5Config"), images=_grids, tower="model.visual"),
     "qwen3.5-moe": Kind(config=_qwen3_5_moe, images=_grids, tower="model.visual"),
     "gemma3": Kind(config=_gemma3, images=_squares, tower="model.vision_tower"),
+    "gemma4": Kind(config=_gemma4, images=_places, tower="model.vision_tower"),
+    "gemma4-e": Kind(config=_gemma4_e, images=_places, tower="model.vision_tower"),
     "smolvlm": Kind(config=lambda: _idefics3("SmolVLMConfig"), images=_tiles, tower="model.vision_model"),
     "idefics3": Kind(config=lambda: _idefics3("Idefics3Config"), images=_tiles, tower="model.vision_model"),
     "llava": Kind(config=_llava, images=_squares, tower="model.vision_tower"),
@@ -232,7 +266,9 @@ KINDS = {
 }
 
 # The other kinds have mechanisms of these; through the library's own steps, hybrids and experts take too long.
-ON_EVERY_LANE = [name for name in KINDS if name not in ("qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "ministral3")]
+ON_EVERY_LANE = [
+    name for name in KINDS if name not in ("qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "ministral3", "gemma4-e")
+]
 
 
 def tiny_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
@@ -264,7 +300,7 @@ def processed_prompt(name: str, model: PreTrainedModel, *, num_text: tuple[int, 
     types = (ids == IMAGE_TOKEN).long()
     if name == "gemma3":
         inputs["token_type_ids"] = types
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "gemma4")):
         inputs["mm_token_type_ids"] = types
     return inputs
 

@@ -18,7 +18,9 @@ DEFAULT_ENCODER_BYTES = 256 * 2**20  # working memory of one call of the tower, 
 DEFAULT_KEPT_BYTES = 256 * 2**20  # features that stay for the next prompt with the same media
 PIXELS = "pixel_values"
 # What processors return for images besides pixels, by the names that towers take them under.
-TENSORS = frozenset({PIXELS, "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images"})
+TENSORS = frozenset(
+    {PIXELS, "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images", "image_position_ids"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +213,8 @@ def _medium(tower: Tower, inputs: dict[str, torch.Tensor], is_alone: bool, setti
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {is_alone}".encode())
         digest.update(tensor.view(torch.uint8).numpy())
     pixels = inputs[PIXELS]
-    num_patches = pixels.shape[0]
-    if "image_grid_thw" not in inputs:
+    num_patches = pixels.shape[-2] if "image_position_ids" in inputs else pixels.shape[0]
+    if not inputs.keys() & {"image_grid_thw", "image_position_ids"}:
         num_patches = pixels[..., 0, :, :].numel() // tower.patch_size**2
     return Medium(inputs=inputs, num_patches=num_patches, key=digest.digest(), is_alone=is_alone)
 

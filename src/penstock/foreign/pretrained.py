@@ -94,6 +94,10 @@ def load_tower(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dt
         del config.quantization_config  # the tower is not: the loader has looked
     text = config.get_text_config()
     text.num_hidden_layers = 0
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        text.hidden_size_per_layer_input = 0  # the width of a table
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
     if getattr(text, "layer_types", None):
         text.layer_types = []
     files = replace(files, adapter=None)  # it is merged where the language part is read, which knows what is left over

@@ -19,7 +19,7 @@ from penstock.lanes.loading import LoadedLane, Loading, require_folder, with_bou
 from penstock.lanes.media_intake import ImageReader, MediaIntake
 from penstock.lanes.native_text import NativeTextLane, native_lane
 from penstock.models.files import ModelFiles
-from penstock.models.media_spec import NATIVE_MEDIA, media_decoder_spec
+from penstock.models.media_spec import media_decoder_spec, sight_of
 from penstock.models.stored_names import DRAFTING, HEAD, SCALES, decoder_prefix, stored_spec
 from penstock.models.weights import open_weights
 from penstock.plan.machine import return_freed_memory
@@ -150,7 +150,7 @@ class NativeImagesLoader:
         files, num_tokens = loading.place.files, loading.num_tokens(loading.memory)
         with quiet_library():
             tower = load_tower(files, self.model_class, self.model_config, loading.dtype, loading.device)
-            sight = NATIVE_MEDIA[str(files.config["model_type"])]
+            sight = sight_of(files.config)
             media, encoder_bytes = self.reader.media(tower, loading, loading.memory, sight=sight)
         return_freed_memory()
         facts = with_boundary(loading.place.lane, media.sight)

@@ -18,6 +18,7 @@ NATIVE_MEDIA: Mapping[str, Literal["causal", "span"]] = {
     "mistral3": "causal",
     "internvl": "causal",
     "gemma3": "span",
+    "gemma4": "span",
     "qwen2_5_vl": "causal",
     "qwen3_vl": "causal",
     "qwen3_vl_moe": "causal",
@@ -37,6 +38,13 @@ REQUIRED = (
     "rms_norm_eps",
     "rope_parameters",
 )
+
+
+def sight_of(config: Mapping[str, Any]) -> Literal["causal", "span"]:
+    """Gemma 4 says of each model whether its images see themselves; those of its small ones do not."""
+    kind, text = str(config["model_type"]), config.get("text_config") or {}
+    is_blind = kind == "gemma4" and text.get("use_bidirectional_attention") != "vision"
+    return "causal" if is_blind else NATIVE_MEDIA[kind]
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
