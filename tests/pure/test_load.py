@@ -225,6 +225,8 @@ def test_a_byte_level_gguf_equals_the_tokenizer_it_was_made_of(text):
         ("llama-bpe", "a12345 I'M!\n\n x", ["a", "123", "45", "ĠI", "'M", "!ĊĊ", "Ġx"]),
         ("dbrx", "a12345 I'M", ["a", "123", "45", "ĠI", "'M"]),
         ("qwen2", "a12345 I'M", ["a", "1", "2", "3", "4", "5", "ĠI", "'M"]),
+        ("lfm2", "a12345 I'M", ["a", "123", "45", "ĠI", "'M"]),
+        ("command-r", "a12 I'm", ["a", "1", "2", "ĠI", "'m"]),
         ("tekken", "aB12 HTMLPage's", ["a", "B", "1", "2", "ĠHTMLPage", "'s"]),
         ("gpt-4o", "aB1234 HTMLPage's", ["a", "B", "123", "4", "ĠHTMLPage's"]),
     ],
@@ -232,6 +234,21 @@ def test_a_byte_level_gguf_equals_the_tokenizer_it_was_made_of(text):
 def test_each_pre_tokenizer_splits_in_its_own_way(pre, text, pieces):
     backend = tokenizer_from_gguf(byte_level_metadata(pre)).backend
     assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "class_name"),
+    [("qwen2", "Qwen2Tokenizer"), ("qwen35", "Qwen3_5Tokenizer"), ("command-r", "CohereTokenizer")],
+)
+def test_a_pre_tokenizer_cuts_as_the_class_of_transformers_does(pre, class_name):
+    transformers = pytest.importorskip("transformers")
+    metadata = byte_level_metadata(pre, ggml__add_bos_token=False)
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    theirs = getattr(transformers, class_name)(vocab=vocabulary, merges=merges)
+    ours = tokenizer_from_gguf(metadata).backend
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs(text, add_special_tokens=False)["input_ids"], text
 
 
 @pytest.mark.parametrize("pre", BYTE_LEVEL_KINDS)
@@ -350,3 +367,30 @@ def test_sentencepiece_keeps_added_tokens_whole_and_phi3_strips_after_them():
     assert backend.encode(text).tokens == ["<|user|>", "▁", "<0x0A>", "▁the", "</s>"]
     phi3 = tokenizer_from_gguf(sentencepiece_metadata(add_bos_token=False) | {"general.architecture": "phi3"}).backend
     assert [phi3.id_to_token(token) for token in phi3.encode(text).ids] == ["<|user|>", "▁the", "</s>"]
+
+
+def test_a_stored_order_of_merges_cuts_as_gemmas_class_does():
+    transformers = pytest.importorskip("transformers")
+    words = ["▁", *"abcdehint", "\n", "th", "the", "▁the", "in", "\n\n", "cat", "at"]
+    merges = ["t h", "th e", "▁ the", "i n", "\n \n", "a t", "c at"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *PIECES[3:], *words]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3] * 5 + [6] * 256 + [1] * len(words),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    theirs = transformers.GemmaTokenizer(vocab={token: at for at, token in enumerate(tokens)}, merges=pairs)
+    ours = tokenizer_from_gguf(metadata).backend
+    for text in ["the cat in the hat", "  the\n\n\ncat", "é <bos> the", *TEXTS]:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"], text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.encode("the").ids == [2, tokens.index("the")]

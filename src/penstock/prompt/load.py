@@ -191,9 +191,10 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words_and_digits(num_digits: str) -> str:
-    words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-    return rf"{_CONTRACTIONS}|{words}|\p{{N}}{num_digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
+def _words_and_digits(num_digits: str, marks: str = "") -> str:
+    """`marks`: a class of signs that are part of words, such as vowels of Indic scripts."""
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+"
+    return rf"{_CONTRACTIONS}|{words}|\p{{N}}{num_digits}| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
 
 
 def _cased_words_and_digits(num_digits: str, ending: str) -> str:
@@ -237,9 +238,12 @@ BYTE_LEVEL_KINDS: Mapping[str, _ByteLevel] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
+    "lfm2": _LLAMA3,
     "smaug-bpe": _ByteLevel(split=_words_and_digits("{1,3}"), ignores_merges=True),
     "dbrx": _ByteLevel(split=_words_and_digits("{1,3}")),
     "qwen2": _ByteLevel(split=_words_and_digits(""), normalizes_nfc=True),
+    "qwen35": _ByteLevel(split=_words_and_digits("", r"\p{M}"), normalizes_nfc=True),
+    "command-r": _ByteLevel(splits_digits=True, normalizes_nfc=True),
     "gpt-4o": _ByteLevel(split=_cased_words_and_digits("{1,3}", f"{_CONTRACTIONS}?")),
     "tekken": _ByteLevel(split=_cased_words_and_digits("", ""), ignores_merges=True, adds_bos=True),
 }
@@ -248,10 +252,14 @@ BYTE_LEVEL_KINDS: Mapping[str, _ByteLevel] = {
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Rebuilds the tokenizer that the model was trained with, or refuses: nearly right is wrong."""
     kind = metadata.get("tokenizer.ggml.model")
-    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+        "gemma4": _sentencepiece,
+    }
     if not isinstance(kind, str) or kind not in builders:
         raise UnsupportedModel(
-            f"The GGUF file's tokenizer is of kind {kind!r}; {' and '.join(builders)} are rebuilt "
+            f"The GGUF file's tokenizer is of kind {kind!r}; {', '.join(builders)} are rebuilt "
             "from GGUF, so use the model's safetensors folder instead."
         )
     vocabulary = _Vocabulary(metadata)
@@ -354,11 +362,12 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
-    """SentencePiece's BPE joins the pair whose result scores best: falling scores order the merges."""
+    """SentencePiece's BPE joins the pair whose result scores best; falling scores order merges that are not stored."""
+    merges = vocabulary.merges if vocabulary.raw("model") == "gemma4" else _merges_from_scores(vocabulary)
     unknown = vocabulary.token_id("unknown_token_id")
     backend = _bpe(
         vocabulary,
-        _merges_from_scores(vocabulary),
+        merges,
         byte_fallback=BYTE in vocabulary.types,
         fuse_unk=True,
         unk_token=None if unknown is None else vocabulary.tokens[unknown],
