@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -12,8 +14,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import load_file
-from tiny_models import _DELTA, _EXPERTS, _MAMBA, _MULTIPLIERS, _PARTIAL, _config, _rope
-from transformers import AutoConfig, PretrainedConfig
+from tiny_models import _DELTA, _EXPERTS, _GEMMA4, _MAMBA, _MULTIPLIERS, _PARTIAL, CONFIGS, _config, _rope
+from transformers import PretrainedConfig
 
 Made = Callable[[], PretrainedConfig]
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
@@ -49,6 +51,20 @@ CASES: dict[str, tuple[str, Made]] = {
     "qwen3": ("qwen3", lambda: _config("Qwen3Config", head_dim=24, tie_word_embeddings=True)),
     "olmo2": ("olmo2", lambda: _config("Olmo2Config")),
     "gemma2": ("gemma2", lambda: _config("Gemma2Config", head_dim=24, query_pre_attn_scalar=24, sliding_window=13)),
+    "gemma4": ("gemma4", CONFIGS["gemma4-e"]),
+    "gemma4, keys are values": (
+        "gemma4",
+        lambda: _config(
+            "Gemma4TextConfig",
+            **_GEMMA4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=4.0,
+        ),
+    ),
+    "gemma4, experts": ("gemma4", CONFIGS["gemma4-moe"]),
     "mixtral": ("llama", lambda: _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)),
     "mixtral, wide heads": (
         "llama",
@@ -272,7 +288,7 @@ ALWAYS_F32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.we
 
 def write_gguf(folder: Path, architecture: str, path: Path, quant: Quant = Quant.F32, **metadata: Any) -> Path:
     """Converts a folder of transformers; of `metadata` None leaves a key out."""
-    config = AutoConfig.from_pretrained(folder)
+    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata_of(config, architecture) | metadata).items():
         if value is not None:
@@ -306,9 +322,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_eos_token_id(2)
 
 
-def metadata_of(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
+def metadata_of(config: SimpleNamespace, architecture: str) -> dict[str, Any]:
     """What a config becomes, by the names after the architecture's."""
-    values = config.to_dict()
+    values = vars(config)
     kinds = ["mamba" if kind == "linear_attention" else kind for kind in values.get("layer_types") or []]
     head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
     rope = values.get("rope_parameters") or {}
@@ -356,6 +372,8 @@ def _special(values: dict[str, Any], architecture: str, kinds: list[str]) -> dic
         "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads",
     }
+    if architecture == "gemma4":
+        return _gemma4(values)
     if architecture in ("gemma2", "exaone4", "cohere2", "gpt-oss") and window:
         found: dict[str, Any] = {"attention.sliding_window": window}
         if architecture == "exaone4":
@@ -403,6 +421,33 @@ def _special(values: dict[str, Any], architecture: str, kinds: list[str]) -> dic
     return found
 
 
+def _gemma4(values: dict[str, Any]) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in values["layer_types"]]
+    full = next(iter(values["per_layer_config"].values()))
+    kv_heads, width = values["num_key_value_heads"], values["intermediate_size"]
+    found: dict[str, Any] = {
+        "attention.sliding_window": values["sliding_window"],
+        "attention.sliding_window_pattern": slides,
+        "attention.shared_kv_layers": (shared := values["num_kv_shared_layers"]),
+        "embedding_length_per_layer_input": values["hidden_size_per_layer_input"],
+        "attention.key_length_swa": values["head_dim"],
+        "attention.value_length_swa": values["head_dim"],
+        "rope.freq_base": 1_000_000.0,
+        "rope.freq_base_swa": 10_000.0,
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": values["head_dim"],
+        "expert_used_count": values["top_k_experts"],
+        "final_logit_softcapping": values["final_logit_softcapping"],
+    }
+    found |= {f"attention.{part}_length": full["head_dim"] for part in ("key", "value")}
+    if full_heads := full.get("num_key_value_heads"):
+        found["attention.head_count_kv"] = [kv_heads if is_local else full_heads for is_local in slides]
+    if values["use_double_wide_mlp"]:
+        count = len(slides)
+        found["feed_forward_length"] = [width * (2 if index >= count - shared else 1) for index in range(count)]
+    return found
+
+
 def _mamba(values: dict[str, Any], heads: str, head: str, state: str, groups: str, conv: str) -> dict[str, Any]:
     return {
         "ssm.conv_kernel": values[conv],
@@ -444,12 +489,20 @@ def _lfm2_width(values: dict[str, Any]) -> int:
     return -(-int(values["block_ffn_dim_multiplier"] * int(2 * values["intermediate_size"] / 3)) // multiple) * multiple
 
 
-def converted(folder: Path, config: PretrainedConfig, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+def converted(folder: Path, config: SimpleNamespace, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a folder as the converter names them and lays them out."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    if architecture == "gemma4":
+        head_dim = next(iter(config.per_layer_config.values()))["head_dim"]
+        num_rotated = int(head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+        factors = [1.0] * num_rotated + [1e30] * (head_dim // 2 - num_rotated)
+        yield "rope_freqs.weight", np.array(factors, dtype=np.float32)
     for name, values in _joined_experts(load_file(folder / "model.safetensors")).items():
         for new_name, part in _laid_out(name, values.float(), config, architecture):
+            if new_name.startswith("blk."):
+                yield new_name, part.contiguous().numpy()
+                continue
             stem, _, suffix = new_name.rpartition(".")
             if suffix not in ("weight", "bias"):
                 stem, suffix = new_name, ""
@@ -504,6 +557,11 @@ def _laid_out(name: str, values: torch.Tensor, config: Any, architecture: str) -
     elif name.endswith("e_score_correction_bias"):
         yield name.replace("_bias", ".bias"), values
     elif name.endswith("sinks"):
+        yield f"{name}.weight", values
+    elif name.endswith(("router.scale", "router.per_expert_scale")):
+        kind = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+        yield f"blk.{name.split('.')[2]}.{kind}.scale", values
+    elif architecture == "gemma4" and (".experts." in name or name.endswith("layer_scalar")):
         yield f"{name}.weight", values
     elif architecture == "gpt-oss" and ".experts." in name:
         yield from _gpt_oss(name, values)

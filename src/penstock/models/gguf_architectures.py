@@ -134,6 +134,24 @@ _GPT_OSS = {
     "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
+_GEMMA4 = {
+    **_PLAIN,
+    **_QK_NORMS,
+    **_POST_NORMS,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 _GLM4 = {
     **_ATTENTION,
     **_FUSED_MLP,
@@ -147,6 +165,12 @@ _STARCODER = {**_ATTENTION, "ffn_norm": _MLP["ffn_norm"], "ffn_up": "mlp.c_fc", 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NORM_OUTSIDE = {**_OUTSIDE, "output_norm.bias": "model.norm.bias"}
 _LFM2_OUTSIDE = {**_OUTSIDE, "token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+_GEMMA4_OUTSIDE = {
+    **_OUTSIDE,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _NEMOTRON_OUTSIDE = {**_OUTSIDE, "token_embd": "model.embeddings", "output_norm": "model.norm_f"}
 
 QKV_STEMS = frozenset({"attn_q", "attn_k", "attn_v"})
@@ -200,7 +224,8 @@ class Architecture:
     block_names: Mapping[str, str] = field(default_factory=lambda: _PLAIN)
     outside_names: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
     interleaves_rotary_rows: bool = False  # q and k rows hold rotary pairs side by side
-    rotates: bool = True  # queries and keys; else what the file says of that is nothing
+    rotates: bool = True  # queries and keys as metadata of all families say it
+    has_unlike_layers: bool = False  # whose heads and widths differ: the config says those of the first, and then more
     norm_offset: float = 0.0  # added to every norm weight, but for those of recurrent layers
     alternates_experts: bool = False  # Hugging Face's experts: gate and up by turns, inputs before outputs
     tiles_value_heads: bool = False  # the value heads of recurrent layers: those of a key head lie apart
@@ -310,6 +335,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         full_every=2,
         names_window=True,
         numbers={**_SOFTCAPS, "attn_logit_softcapping": "attn_logit_softcapping"},
+    ),
+    "gemma4": Architecture(
+        model_type="gemma4_text",
+        class_name="Gemma4ForCausalLM",
+        block_names=_GEMMA4,
+        outside_names=_GEMMA4_OUTSIDE,
+        rotates=False,
+        has_unlike_layers=True,
+        fixed=_GEMMA,
+        numbers=_SOFTCAPS,
+        reads=frozenset({"expert_count"}),
     ),
     "mistral3": Architecture(
         model_type="mistral",

@@ -10,7 +10,7 @@ from penstock.models.families import FAMILIES
 from penstock.models.gguf import GgufFile
 from penstock.models.gguf_architectures import Architecture
 from penstock.models.gguf_keys import Keys
-from penstock.models.gguf_rotary import rotary_entries
+from penstock.models.gguf_rotary import rotary_entries, rotated_share
 from penstock.models.gguf_translation import architecture, hf_tensors, num_layers, stems_by_layer
 
 # What would change the numbers, and what it is where it does not; families that have a word for it read it.
@@ -55,7 +55,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         "intermediate_size": _intermediate_size(keys, family),
         "num_hidden_layers": len(layers),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads, skips_zeros=bool(family.kinds)),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads, **_of_layers(family)),
         "head_dim": head_dim,
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": _norm_eps(keys),
@@ -125,7 +125,11 @@ def _intermediate_size(keys: Keys, family: Architecture) -> int:
         if has_none and "expert_count" in family.integers.values()
         else "feed_forward_length"
     )
-    return keys.integer(key, skips_zeros=bool(family.kinds))
+    return keys.integer(key, **_of_layers(family))
+
+
+def _of_layers(family: Architecture) -> dict[str, Any]:
+    return {"layer": 0} if family.has_unlike_layers else {"skips_zeros": bool(family.kinds)}
 
 
 def _norm_eps(keys: Keys) -> float:
@@ -221,6 +225,48 @@ def _gemma3(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, 
     }
 
 
+def _gemma4(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
+    """Full layers have larger heads, maybe fewer; the last layers have no keys of their own, and maybe wider MLPs."""
+    slides, count = keys.raw("attention.sliding_window_pattern"), len(layers)
+    if not isinstance(slides, list) or len(slides) != count or not all(type(one) is bool for one in slides):
+        raise keys.refuse("attention.sliding_window_pattern", slides, f"true or false for each of {count} layers")
+    heads = {
+        index: keys.integer("attention.head_count_kv", config["num_attention_heads"], layer=index)
+        for index in range(count)
+    }
+    first = heads[slides.index(True)] if True in slides else heads[0]
+    full = [index for index, is_local in enumerate(slides) if not is_local]
+    widths = {keys.integer("feed_forward_length", layer=index) for index in range(count)}
+    shared, inputs = (keys.raw(key) or 0 for key in ("attention.shared_kv_layers", "embedding_length_per_layer_input"))
+    experts = keys.raw("expert_count") not in (None, 0)
+    return {
+        "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in slides],
+        "head_dim": keys.integer("attention.key_length_swa"),
+        "num_key_value_heads": first,
+        "per_layer_config": {
+            str(index): {"head_dim": config["head_dim"], "num_key_value_heads": heads[index]} for index in full
+        },
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": len(widths) > 1,
+        "attention_k_eq_v": any("attn_k" in layers[index] and "attn_v" not in layers[index] for index in full),
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
+                "partial_rotary_factor": rotated_share(keys.gguf, config["head_dim"]),
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)},
+        },
+        "enable_moe_block": experts,
+        "num_experts": keys.integer("expert_count") if experts else None,
+        "top_k_experts": keys.integer("expert_used_count") if experts else None,
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length") if experts else None,
+    }
+
+
 def _mistral3(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
     """Ministral 3 scales queries by position, and has no factor on its rotary table; Mistral Small 3 has neither."""
     scale, multiplier = (
@@ -294,6 +340,7 @@ _ENTRIES: Mapping[str, Callable[[Keys, Mapping[str, Any], Layers], dict[str, Any
     "smollm3": _smollm3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "mistral": _mistral3,
     "gpt_oss": _gpt_oss,
     "qwen2_moe": _with_dense_layers,

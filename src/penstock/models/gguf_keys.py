@@ -14,6 +14,7 @@ class Keys:
     """Typed reads of one architecture's metadata; a missing or odd value is refused by name."""
 
     def __init__(self, gguf: GgufFile, prefix: str) -> None:
+        self.gguf = gguf
         self.metadata = gguf.metadata
         self.path = gguf.path
         self._prefix = prefix
@@ -25,10 +26,14 @@ class Keys:
         shown = "missing" if value is None else brief(value)
         return InvalidModelFile(f"{self.path}: {self._prefix}.{key} is {shown}, not {wanted}; convert the model again.")
 
-    def integer(self, key: str, default: int | None = None, *, skips_zeros: bool = False) -> int:
-        """`skips_zeros`: of a list, those of layers that have none."""
+    def integer(
+        self, key: str, default: int | None = None, *, skips_zeros: bool = False, layer: int | None = None
+    ) -> int:
+        """Of a list with an entry for each layer: the one of all, or of `layer`; zeros are of layers that have none."""
         value = self.raw(key, default)
-        if isinstance(value, list):
+        if isinstance(value, list) and layer is not None:
+            value = value[layer] if layer < len(value) else None
+        elif isinstance(value, list):
             given = [item for item in value if item != 0 or not skips_zeros]
             value = given[0] if given and all(item == given[0] for item in given) else value
         if type(value) is not int or not 1 <= value < 1 << 31:

@@ -96,3 +96,12 @@ def _rotary_factors(gguf: GgufFile, name: str, rotary_dim: int) -> list[float]:
     if len(values) != rotary_dim // 2 or not np.all(np.isfinite(values) & (values > 0)):
         raise InvalidModelFile(f"{gguf.path}: {name} holds values that are no factors; download it again.")
     return [shortest_float32(value) for value in values]
+
+
+def rotated_share(gguf: GgufFile, head_dim: int) -> float:
+    """The part of a head that rotates, where the file divides the frequencies of the rest by what leaves nothing."""
+    factors = _rotary_factors(gguf, "rope_freqs.weight", head_dim)
+    num_rotated = sum(factor == 1.0 for factor in factors)
+    if any(factor != 1.0 for factor in factors[:num_rotated]) or any(one < 1e20 for one in factors[num_rotated:]):
+        raise _unsupported_scaling(gguf, "by rope_freqs.weight")
+    return 2 * num_rotated / head_dim

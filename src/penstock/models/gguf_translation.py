@@ -112,7 +112,9 @@ class _Layouts:
     def __init__(self, keys: Keys, family: Architecture) -> None:
         self._keys, self._family = keys, family
         heads = keys.integer("attention.head_count")
-        self._heads = {"attn_q": heads, "attn_k": keys.integer("attention.head_count_kv", heads, skips_zeros=True)}
+        self._heads = {"attn_q": heads}
+        if family.interleaves_rotary_rows:
+            self._heads["attn_k"] = keys.integer("attention.head_count_kv", heads, skips_zeros=True)
         self._num_layers = num_layers(keys) if keys.raw("nextn_predict_layers") else None
 
     def is_draft(self, stored: GgufTensor) -> bool:
