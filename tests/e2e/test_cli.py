@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,10 +34,11 @@ PLAN_KEYS = [
 LANE_KEYS = ["id", "eligible", "applied", "reason", "boundary", "mask_mode"]
 
 
-def from_scratch(*arguments, folder=None):
+def from_scratch(*arguments, folder=None, **environment):
     """In an interpreter of its own, as the installed command has it; the other tests fork one that is warm."""
     command = [*PENSTOCK, *map(str, arguments)]
-    return subprocess.run(command, input=b"", capture_output=True, timeout=HANG_S, cwd=folder)
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, input=b"", capture_output=True, timeout=HANG_S, cwd=folder, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -368,6 +370,25 @@ def test_a_wrong_use_is_told_what_to_write(arguments):
     refused = penstock(*arguments)
     assert (refused.returncode, refused.stdout) == (2, b"")
     assert HINTS[arguments] in " ".join(re.sub("[─-╿]", " ", refused.stderr.decode()).split())
+
+
+def test_models_lists_what_is_there_and_why_something_cannot_be_run(tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path / "hub/models--owner--name/snapshots/0123abc")
+    (tmp_path / "mine/strange").mkdir(parents=True)
+    (tmp_path / "mine/strange/config.json").write_text('{"model_type": "abacus"}')
+    (tmp_path / "mine/broken.gguf").write_bytes(b"GGUF")
+    shown = from_scratch("models", "mine", folder=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
+    assert shown.returncode == 0, shown.stderr
+    *table, broken, strange = shown.stdout.decode().splitlines()
+    listed = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in table if row.startswith("│")}
+    assert listed == {"smollm2": "optimized-native-text", "owner/name": "optimized-native-text"}
+    assert broken.startswith("cannot be run: mine/broken.gguf: ")
+    assert strange.startswith("cannot be run: mine/strange: ")
+    refused = penstock("models", "nowhere", folder=tmp_path)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        b"penstock: nowhere is not a folder. Name folders that have models in them.\n",
+    )
 
 
 def test_every_flag_of_ours_that_a_hint_names_exists():

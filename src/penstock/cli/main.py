@@ -13,6 +13,7 @@ from penstock.cli.bench import bench
 from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.hints import HintedCommand
+from penstock.cli.models import models
 from penstock.cli.plan import plan
 from penstock.cli.run import run
 from penstock.cli.serve import serve
@@ -29,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
-for command in (run, chat, serve, batch, plan, doctor, trace):
+for command in (run, chat, serve, batch, plan, models, doctor, trace):
     app.command(cls=HintedCommand)(command)
 
 

@@ -1,0 +1,68 @@
+"""What is on this machine that a command can name as its model. No torch, and nothing is asked of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import DEFAULT_MODEL, EngineConfig
+from penstock.errors import InvalidSetting, PenstockError
+from penstock.lanes.table import settle
+from penstock.models.files import reading_config, resolve
+from penstock.plan.devices import cuda_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModel:
+    name: str  # as a command takes it
+    weight_bytes: int
+    lane: str  # its id; empty: it cannot be run
+    why_not: str
+
+
+def local_models(folders: Iterable[Path], config: EngineConfig) -> Iterator[LocalModel]:
+    """Finds the default model, those in the hub's cache, and those in folders and right below them."""
+    has_cuda = config.device in ("auto", "cuda") and cuda_memory() is not None
+    for name, path in _named(folders):
+        yield _judged(name, path, config, has_cuda=has_cuda)
+
+
+def _named(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Gives (what a command calls it, where its files are)."""
+    yield DEFAULT_MODEL, DEFAULT_MODEL
+    for name, snapshot in _cached():
+        yield from ((name if place == snapshot else str(place), str(place)) for place in _in_folder(snapshot))
+    for folder in folders:
+        if not folder.is_dir():
+            raise InvalidSetting(f"{folder} is not a folder. Name folders that have models in them.")
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        yield from ((str(place), str(place)) for one in (folder, *below) for place in _in_folder(one))
+
+
+def _cached() -> list[tuple[str, Path]]:
+    """Lists (hub id, folder of its newest snapshot)."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
+    except CacheNotFound:
+        return []
+    newest = {repo.repo_id: max(repo.revisions, key=lambda revision: revision.last_modified) for repo in repos}
+    return sorted((name, revision.snapshot_path) for name, revision in newest.items())
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    return [folder] * (folder / "config.json").is_file() + sorted(folder.glob("*.gguf"))
+
+
+def _judged(name: str, model: str, config: EngineConfig, *, has_cuda: bool) -> LocalModel:
+    lane, why_not, weight_bytes = "", "", 0
+    try:
+        files = resolve(model)
+        weight_bytes = sum(path.stat().st_size for path in files.weight_files)
+        with reading_config(model):
+            lane = settle(files, config, has_cuda=has_cuda).lane.id
+    except PenstockError as error:
+        why_not = str(error)
+    return LocalModel(name=name, weight_bytes=weight_bytes, lane=lane, why_not=why_not)
