@@ -288,7 +288,8 @@ ALWAYS_F32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.we
 
 def write_gguf(folder: Path, architecture: str, path: Path, quant: Quant = Quant.F32, **metadata: Any) -> Path:
     """Converts a folder of transformers; of `metadata` None leaves a key out."""
-    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
+    values = json.loads((folder / "config.json").read_text())
+    config = SimpleNamespace(**{"num_hidden_layers": len(values.get("layers_block_type", []))} | values)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata_of(config, architecture) | metadata).items():
         if value is not None:
