@@ -10,8 +10,10 @@ import pytest
 from hang_bound import finished, until
 from tiny_chat_model import save_tiny_chat_model
 
+from penstock.apart import Bounds
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
+from penstock.engine.grammar_proof import GrammarProof
 from penstock.errors import InvalidSetting
 
 # Its states multiply with every letter, until llguidance gives up in the middle of an answer.
@@ -90,6 +92,27 @@ def test_a_grammar_that_is_given_up_leaves_the_others_alone(engine):
     refused, outputs = finished(scenario())
     assert [type(error) for error in refused] == [InvalidSetting] * 6
     assert [len(output.token_ids) for output in outputs] == [60, 60]
+
+
+# What the limits of the compiler do not reach: it walks through as many states as the number is large.
+ENDLESS = [{"multipleOf": 2**31 - 1}, {"type": "array", "items": {"type": "integer", "multipleOf": 10**8 + 7}}]
+
+
+def test_a_grammar_that_would_compile_for_ever_is_refused_and_others_are_compiled(engine):
+    engine.grammars.proof = GrammarProof(engine.grammars.described, Bounds(cpu_s=0.5, max_bytes=1 << 30))
+
+    async def scenario():
+        served = AsyncEngine(engine)
+        asked = [served.generate("hello", grammar=grammar_of(schema), max_tokens=4) for schema in ENDLESS]
+        fair = served.generate("hello", grammar=grammar_of({"enum": ["Rome"]}), max_tokens=20)
+        refused = await asyncio.gather(*asked, fair, return_exceptions=True)
+        await served.close()
+        return refused
+
+    *refused, output = finished(scenario())
+    assert [type(error) for error in refused] == [InvalidSetting] * 2
+    assert all("more than 0.5 s of processor time" in str(error) for error in refused)
+    assert json.loads(output.text) == "Rome"
 
 
 def test_answers_to_one_grammar_do_not_disturb_each_other(engine):

@@ -32,6 +32,7 @@ TOGETHER = {
     "cache/prefix.py": "test_blocks.py",
     "cache/slabs.py": "test_tiers.py",
     "models/families.py": "test_spec.py",
+    "prompt/render_apart.py": "test_render.py",
     "models/gguf.py": "test_files.py",
     "models/gguf_architectures.py": "test_files.py",
     "models/gguf_config.py": "test_files.py",

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.apart import Bounds
 from penstock.errors import InvalidModelFile, InvalidPrompt, PenstockError
 from penstock.prompt.render import ChatTemplate
+from penstock.prompt.render_apart import TemplateApart
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -476,3 +478,40 @@ def test_a_template_has_the_knobs_that_it_reads_and_nobody_else_sets():
         "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
     )
     assert ChatTemplate(source, special_tokens={"bos_token": "<s>"}).knobs == {"enable_thinking", "effort"}
+
+
+@pytest.fixture
+def apart():
+    made = []
+
+    def make(source, **bounds):
+        chat = ChatTemplate(source, special_tokens={"bos_token": "<s>"})
+        made.append(TemplateApart(chat, **bounds))
+        return made[-1], chat
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMMING, INSPECTING, "{{ messages[9].content }}", "{{ known }}"])
+def test_a_template_in_a_process_of_its_own_gives_the_same_and_refuses_alike(source, apart):
+    there, here = apart(source)
+
+    def outcome(give):
+        try:
+            return give()
+        except PenstockError as error:
+            return type(error), str(error)
+
+    assert outcome(lambda: there.render(CHAT, known={"a": 1})) == outcome(lambda: here.render(CHAT, known={"a": 1}))
+    assert outcome(lambda: there.split(CHAT, 2)) == outcome(lambda: here.split(CHAT, 2))
+    assert (there.knobs, there.source) == (here.knobs, here.source)
+
+
+def test_a_template_that_takes_too_long_is_ended_and_the_next_messages_are_rendered(apart):
+    source = "{% if messages|length > 1 %}{% for i in range(90000) %}{{ i * i }}{% endfor %}{% endif %}fine"
+    there, _ = apart(source, bounds=Bounds(cpu_s=0.02, max_bytes=1 << 30))
+    with pytest.raises(InvalidPrompt, match=r"more than 0.02 s of processor time.*another template"):
+        there.render(CHAT)
+    assert there.render(CHAT[:1]) == "fine"

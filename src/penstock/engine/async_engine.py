@@ -102,6 +102,7 @@ class AsyncEngine:
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._wakes = threading.Condition()
         # Grammars one after the other: many hard ones leave threads and cores to others.
+        self._proving = ThreadPoolExecutor(1, "penstock-proofs")
         self._compiling = ThreadPoolExecutor(1, "penstock-grammars")
         self._reading = ThreadPoolExecutor(1, "penstock-images")
         self._is_closing = False
@@ -182,7 +183,10 @@ class AsyncEngine:
         grammar = settings.get("grammar") if params is None else params.grammar
         if grammar is not None:
             # A large one takes a second, in which steps go on; kept here until the engine has found it.
-            _compiled = await self._beside(self._compiling, self.engine.grammars.compiled, grammar)
+            grammars = self.engine.grammars
+            if not grammars.proof.knows(grammar):  # those that are known do not wait for those that are tried
+                await self._beside(self._proving, grammars.proof.require, grammar)
+            _compiled = await self._beside(self._compiling, grammars.compiled, grammar)
         given = {name: settings[name] for name in ("images", "answer_start") if name in settings}
         read = await self.read(prompt, **given)
         if read is not prompt:
@@ -241,6 +245,7 @@ class AsyncEngine:
             self._make_calls()
             for reader in self._readers.values():
                 reader.put(EngineClosed(end))
+            self.engine.grammars.proof.close()
             self.engine.close()
 
     def _advance(self) -> None:

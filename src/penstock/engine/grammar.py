@@ -11,18 +11,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from penstock.errors import InvalidSetting, UnsupportedModel, first_line
+from penstock.engine.grammar_proof import GrammarProof, compile_grammar, open_guide, refuse_error
+from penstock.errors import InvalidSetting
 from penstock.plan.machine import return_freed_memory
 from penstock.prompt.tokens import Tokenizer
-
-# What a grammar may take: its first step, prepared beside the steps of others, 0.2 s and 40 MB; the mask of each
-# later one up to 14 ms, on one core. Schemas and patterns of people take a tenth of that.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,  # of 1 to 2 kB
-}
 
 
 class GrammarMatcher:
@@ -46,27 +38,12 @@ class GrammarMatcher:
         """Computes which tokens may come next, a bit each; overwritten by the next call."""
         words = self._mask_words
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
-        self._refuse_error()
+        refuse_error(self._matcher)
         return words
-
-    def prepare(self) -> None:
-        """Does the work of the first step ahead of it, and goes one token further on a copy: most of what passes the
-        limits does so there."""
-        allowed_V = allowed_of(self.mask_words(), self._vocab_size)
-        if allowed_V.any():
-            self.copy().accept(int(allowed_V.nonzero()[0]))
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
-        self._refuse_error()
-
-    def _refuse_error(self) -> None:
-        """A matcher that gave up allows nothing but the end: an answer cut there would look complete."""
-        if self._matcher.is_error():
-            raise InvalidSetting(
-                f"The answer cannot be held to its grammar or schema any further: "
-                f"{first_line(self._matcher.get_error() or 'unknown', 300)}. Simplify its patterns and repetitions."
-            )
+        refuse_error(self._matcher)
 
 
 def allowed_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -86,6 +63,7 @@ class Grammars:
         self._opens = Lock()
         # A large schema takes 50 MB: none is kept that nobody uses.
         self._compiled: WeakValueDictionary[str, GrammarMatcher] = WeakValueDictionary()
+        self.proof = GrammarProof(self.described)  # for those of strangers
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         return self.compiled(grammar).copy()
@@ -99,38 +77,15 @@ class Grammars:
 
     def _compile(self, grammar: str) -> GrammarMatcher:
         with self._opens:
-            guide = self._opened()
-        import llguidance
-
-        matcher = llguidance.LLMatcher(guide, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
-        if matcher.is_error():
-            raise InvalidSetting(
-                f"The grammar or schema cannot be used: {first_line(matcher.get_error() or 'unknown', 300)}."
-            )
-        compiled = GrammarMatcher(matcher, self._vocab_size)
+            if self._guide is None:
+                self._guide = open_guide(**self.described())
         try:
-            compiled.prepare()
+            return GrammarMatcher(compile_grammar(self._guide, grammar), self._vocab_size)
         except InvalidSetting as error:
             reason = str(error)
-        else:
-            return compiled
-        del compiled, matcher
         return_freed_memory()  # not before the error is gone, which holds what was built
         raise InvalidSetting(reason)
 
-    def _opened(self) -> Any:
-        if self._guide is not None:
-            return self._guide
-        try:
-            import llguidance
-        except ImportError:
-            raise UnsupportedModel("Grammars need llguidance. Install penstock[serve].") from None
-        try:
-            self._guide = llguidance.LLTokenizer(
-                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids or None
-            )
-        except Exception as error:  # a tokenizer that the library cannot read
-            raise UnsupportedModel(
-                f"This model's tokenizer cannot be held to a grammar: {first_line(error, 300)}. Leave JSON mode out."
-            ) from error
-        return self._guide
+    def described(self) -> dict[str, Any]:
+        """Gives what `open_guide` takes."""
+        return {"tokenizer": self._tokenizer.to_json(), "vocab_size": self._vocab_size, "eos_ids": self._eos_ids}

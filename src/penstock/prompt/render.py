@@ -28,7 +28,7 @@ class ChatTemplate:
                 "Give a shorter one."
             )
         self.source = source
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         try:
             self._template = Sandbox().template(source)
         except Exception as error:  # the template is foreign code, and so may be what is wrong with it
@@ -39,7 +39,7 @@ class ChatTemplate:
     @cached_property
     def knobs(self) -> frozenset[str]:
         """Names the variables that the template reads and that whoever asks may set."""
-        return Sandbox().variables(self.source) - {*_GIVEN, *self._special_tokens}
+        return Sandbox().variables(self.source) - {*_GIVEN, *self.special_tokens}
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -71,7 +71,7 @@ class ChatTemplate:
         return before, after
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, bool]:
-        known = {"tools": None, "documents": None, **self._special_tokens, **variables, "messages": messages}
+        known = {"tools": None, "documents": None, **self.special_tokens, **variables, "messages": messages}
         budget = _budget_for(known)
         try:
             with spending(budget):

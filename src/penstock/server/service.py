@@ -24,6 +24,7 @@ from penstock.engine.loading import load_model
 from penstock.engine.prompts import PromptReader
 from penstock.errors import EngineClosed
 from penstock.plan.memory import over_budget
+from penstock.prompt.render_apart import TemplateApart
 from penstock.request import StepPlan, StepResult
 from penstock.server.board import Board
 from penstock.server.kept_files import KeptFiles
@@ -52,6 +53,7 @@ class Service:
         self.forms = TemplateForms()
         self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None
+        self._template: TemplateApart | None = None
         self._told_bytes = 0  # the last peak above the budget that was logged
 
     @classmethod
@@ -119,6 +121,8 @@ class Service:
             log.warning("ending what still runs", extra={"num_running": self.board.num_running})
             await self._engine.close(drain=False)
         await closing
+        if self._template is not None:
+            self._template.close()
 
     def _take_step(self, plan: StepPlan, result: StepResult) -> None:
         self.metrics.take_step(plan, result)
@@ -128,7 +132,9 @@ class Service:
             log.warning(f"over budget: {over}", extra={"peak_bytes": peak_bytes, "budget_bytes": self.config.memory})
 
     def _loaded(self) -> Engine:
-        model = replace(load_model(self.settings.model, self.config), name=self.name)
+        model = load_model(self.settings.model, self.config)
+        self._template = None if model.chat_template is None else TemplateApart(model.chat_template)
+        model = replace(model, name=self.name, chat_template=self._template)
         engine = Engine(model, trace=self.settings.trace)
         engine.warm_up()
         engine.record()
