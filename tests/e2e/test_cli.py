@@ -377,14 +377,14 @@ def test_models_lists_what_is_there_and_why_something_cannot_be_run(tiny_folder,
     (tmp_path / "mine/strange").mkdir(parents=True)
     (tmp_path / "mine/strange/config.json").write_text('{"model_type": "abacus"}')
     (tmp_path / "mine/broken.gguf").write_bytes(b"GGUF")
-    shown = from_scratch("models", "mine", folder=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
+    shown = from_scratch("models", "list", "mine", folder=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
     assert shown.returncode == 0, shown.stderr
     *table, broken, strange = shown.stdout.decode().splitlines()
     listed = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in table if row.startswith("│")}
     assert listed == {"smollm2": "optimized-native-text", "owner/name": "optimized-native-text"}
     assert broken.startswith("cannot be run: mine/broken.gguf: ")
     assert strange.startswith("cannot be run: mine/strange: ")
-    refused = penstock("models", "nowhere", folder=tmp_path)
+    refused = penstock("models", "list", "nowhere", folder=tmp_path)
     assert (refused.returncode, refused.stderr) == (
         2,
         b"penstock: nowhere is not a folder. Name folders that have models in them.\n",

@@ -107,6 +107,8 @@ NO_TORCH = [
     "models/spec.py",
 ]
 NO_TORCH += [
+    "engine/hub_models.py",
+    "engine/local_models.py",
     "models/adapter.py",
     "models/files.py",
     "models/generic_spec.py",

@@ -30,7 +30,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
-for command in (run, chat, serve, batch, plan, models, doctor, trace):
+app.add_typer(models, name="models")
+for command in (run, chat, serve, batch, plan, doctor, trace):
     app.command(cls=HintedCommand)(command)
 
 

@@ -68,7 +68,9 @@ def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> 
 
 def _remote_files(model: str) -> Diagnosis:
     finding = "the config is here; the weights are fetched from the hub when the model is first loaded"
-    remedy = f"hf download {model}, and pass the folder that it prints, for the checks of weights and speed"
+    remedy = (
+        f"penstock models download {model}, and pass the folder that it prints, for the checks of weights and speed"
+    )
     return note("files", finding, remedy)
 
 

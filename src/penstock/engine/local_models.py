@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import DEFAULT_MODEL, EngineConfig
+from penstock.document import Document
 from penstock.errors import InvalidSetting, PenstockError
 from penstock.lanes.table import settle
 from penstock.models.files import reading_config, resolve
 from penstock.plan.devices import cuda_memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalModel:
+class LocalModel(Document):
     name: str  # as a command takes it
+    path: str  # of its folder or file
     weight_bytes: int
-    lane: str  # its id; empty: it cannot be run
-    why_not: str
+    lane: str | None  # its id; null: it cannot be run
+    why_not: str  # empty where it can
+
+
+class LocalModels(Document):
+    cache: str  # the hub's, where downloads go
+    models: tuple[LocalModel, ...]
 
 
 def local_models(folders: Iterable[Path], config: EngineConfig) -> Iterator[LocalModel]:
@@ -32,7 +37,9 @@ def _named(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """Gives (what a command calls it, where its files are)."""
     yield DEFAULT_MODEL, DEFAULT_MODEL
     for name, snapshot in _cached():
-        yield from ((name if place == snapshot else str(place), str(place)) for place in _in_folder(snapshot))
+        ggufs = sorted(snapshot.rglob("*.gguf"))
+        yield from ((name, str(place)) for place in _in_folder(snapshot) if place == snapshot)
+        yield from ((f"{name}/{place.relative_to(snapshot).as_posix()}", str(place)) for place in ggufs)
     for folder in folders:
         if not folder.is_dir():
             raise InvalidSetting(f"{folder} is not a folder. Name folders that have models in them.")
@@ -57,12 +64,13 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _judged(name: str, model: str, config: EngineConfig, *, has_cuda: bool) -> LocalModel:
-    lane, why_not, weight_bytes = "", "", 0
+    lane, why_not, weight_bytes, path = None, "", 0, model
     try:
         files = resolve(model)
+        path = str(files.folder or files.weight_files[0])
         weight_bytes = sum(path.stat().st_size for path in files.weight_files)
         with reading_config(model):
             lane = settle(files, config, has_cuda=has_cuda).lane.id
     except PenstockError as error:
         why_not = str(error)
-    return LocalModel(name=name, weight_bytes=weight_bytes, lane=lane, why_not=why_not)
+    return LocalModel(name=name, path=path, weight_bytes=weight_bytes, lane=lane, why_not=why_not)

@@ -32,6 +32,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_GGUF = re.compile(rf"({HUB_ID.pattern})/((?:[\w-][\w. -]*/)*[\w-][\w. -]*\.gguf)")
 HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 HUB_IGNORED = ["*/*", "consolidated*", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES)]
 
@@ -69,6 +70,8 @@ def resolve(model: str, *, weights: bool = True) -> ModelFiles:
         raise ModelNotFound(
             f"{model!r} cannot be read: {error.strerror}; check the path and its permissions."
         ) from error
+    if found := HUB_GGUF.fullmatch(model):
+        return _from_gguf(model, hub_snapshot(found[1], weights, found[2]) / found[2])
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _from_folder(model, hub_snapshot(model, weights), weights)
     raise ModelNotFound(f"There is no file or folder {model!r}; {WAYS_TO_NAME_A_MODEL}.")
@@ -245,33 +248,50 @@ def _identity(config: dict[str, Any], weight_files: tuple[Path, ...]) -> str:
 # --- the hub ------------------------------------------------------------------------------------------------
 
 
-def hub_snapshot(model: str, weights: bool) -> Path:
-    """The hub's files, from its cache when the network is away. Pickles are never asked for."""
+def hub_snapshot(model: str, weights: bool, file: str | None = None) -> Path:
+    """The hub's files, from its cache when the network is away. Pickles are never asked for; `file`: it alone is."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    try:
+    patterns = [file] if file else HUB_PATTERNS if weights else ["config.json"]
+    with asking_hub(model):
         return Path(
             snapshot_download(
-                model, allow_patterns=HUB_PATTERNS if weights else ["config.json"], ignore_patterns=HUB_IGNORED
+                model,
+                allow_patterns=patterns,
+                ignore_patterns=None if file else HUB_IGNORED,
+                local_files_only=bool(file) and not weights,
             )
         )
-    except GatedRepoError as error:
-        raise ModelNotFound(
-            f"{model!r} is gated on the hub; accept its terms there and log in with `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelNotFound(
-            f"There is no local folder {model!r} and the hub has no such model; check the spelling, or "
-            "log in with `hf auth login` if it is private."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ModelNotFound(
-            f"There is no local folder {model!r}, it is not in the hub's cache and the hub cannot be "
-            "reached; go online once, or pass a local folder or .gguf file."
-        ) from error
+
+
+@contextmanager
+def asking_hub(model: str) -> Generator[None]:
+    """Turns what the hub's client raises into what a user can do about it."""
+    try:
+        yield
     except Exception as error:  # its transport's errors change with the library's version
-        raise ModelNotFound(
-            f"{model!r} could not be fetched from the hub ({first_line(error, None)}); "
-            "try again, or pass a local folder or .gguf file."
-        ) from error
+        raise ModelNotFound(_hub_problem(model, error)) from error
+
+
+def _hub_problem(model: str, error: BaseException) -> str:
+    from huggingface_hub.errors import DryRunError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    match error:
+        case DryRunError() if error.__cause__ is not None and not isinstance(error.__cause__, LocalEntryNotFoundError):
+            return _hub_problem(model, error.__cause__)
+        case GatedRepoError():
+            return f"{model!r} is gated on the hub; accept its terms there and log in with `hf auth login`."
+        case RepositoryNotFoundError():
+            return (
+                f"There is no local folder {model!r} and the hub has no such model; check the spelling, or "
+                "log in with `hf auth login` if it is private."
+            )
+        case LocalEntryNotFoundError():
+            return (
+                f"There is no local folder {model!r}, it is not in the hub's cache and the hub cannot be "
+                "reached; go online once, or pass a local folder or .gguf file."
+            )
+    return (
+        f"{model!r} could not be fetched from the hub ({first_line(error, None)}); "
+        "try again, or pass a local folder or .gguf file."
+    )
