@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from pydantic import BaseModel
 
 import penstock
@@ -28,6 +31,7 @@ from penstock.lanes.lane import LaneFacts
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_architectures import ARCHITECTURES
 from penstock.models.media_spec import NATIVE_MEDIA
+from penstock.models.quantization import FLOATS, LANES, LAYOUTS, REGION
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.trace.document import Trace
 from penstock.trace.percentile import percentile
@@ -111,6 +115,26 @@ def families() -> str:
         for name in FAMILIES
     ]
     return _table(("`model_type` of a folder", "architecture of a GGUF file", "what is special"), rows)
+
+
+def gguf_types() -> str:
+    rows = []
+    for kind, (block_items, block_bytes) in GGML_QUANT_SIZES.items():
+        if kind in FLOATS or not _is_read(kind, block_bytes):
+            continue
+        layout = LAYOUTS.get(kind)
+        held = f"{8 * layout.block_dtype(REGION).itemsize / LANES / REGION:.4g}" if layout else "16"
+        on_a_cpu = "kept, and multiplied as codes" if layout else "expanded to bfloat16"
+        rows.append((_code(kind.name), f"{8 * block_bytes / block_items:.4g}", held, on_a_cpu))
+    return _table(("type", "bits of a value in the file", "in memory", "on a CPU"), rows)
+
+
+def _is_read(kind: GGMLQuantizationType, block_bytes: int) -> bool:
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def image_families() -> str:
@@ -265,6 +289,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings-file": lambda: _code(CONFIG_FILE),
     "families": families,
     "image-families": image_families,
+    "gguf-types": gguf_types,
     "sampling-settings": sampling_settings,
     "prefill-progress": fields_of(PrefillProgress),
     "token": fields_of(Token),

@@ -4,19 +4,23 @@ import numpy as np
 import pytest
 import torch
 from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType as Type
 from logit_recorder import LogitRecorder
+from stored_blocks import random_blocks
 from tiny_models import prompt
 
 from penstock.errors import InvalidSetting
 from penstock.kernels import build
-from penstock.models.groups import from_gguf, grouped
+from penstock.models.gguf_blocks import from_gguf
+from penstock.models.groups import grouped
 from penstock.models.layers import QuantizedLinear, wide_product
-from penstock.models.quantization import Format
+from penstock.models.quantization import LAYOUTS, matrix_bytes, stored_bytes
 from penstock.models.quantized import QuantizedMatrix
 
 PROMPT = prompt(150)
-EXACT = {Format.INT8: ("Q8_0",), Format.INT4: ("Q4_0", "Q4_1")}
+OURS = (Type.Q8_0, Type.Q4_1)
+MIXED = (Type.Q4_K, Type.Q4_K, Type.Q6_K), (Type.Q5_0, Type.Q8_0), (Type.Q2_K, Type.IQ4_XS, Type.Q3_K)
+LARGEST_RATIO = 1.02  # of bytes held to bytes in a file
 needs_kernels = pytest.mark.usefixtures("compiled")
 
 
@@ -29,31 +33,37 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def quantized_matrix(quantized, num_outputs, num_inputs):
-    matrix = QuantizedMatrix.empty(quantized, num_outputs, num_inputs)
-    matrix.fill(0, grouped(normal(num_outputs, num_inputs), quantized))
-    return matrix, torch.from_numpy(matrix.values(np.arange(num_outputs)))
+def quantized_matrix(kind, num_outputs, num_inputs):
+    matrix = QuantizedMatrix.empty([(kind, num_outputs)], num_inputs)
+    matrix.parts[0].fill(np.arange(num_outputs), grouped(normal(num_outputs, num_inputs), kind))
+    return matrix, torch.from_numpy(matrix.parts[0].values(np.arange(num_outputs)))
 
 
-@pytest.mark.parametrize(
-    ("quantized", "stored"), [(quantized, name) for quantized in EXACT for name in EXACT[quantized]]
-)
-def test_codes_of_a_gguf_are_kept_as_they_are(quantized, stored):
-    kind = GGMLQuantizationType[stored]
-    blocks = quants.quantize(normal(40, 96), kind)
-    matrix = QuantizedMatrix.empty(quantized, 50, 96)
-    matrix.fill(7, from_gguf(blocks, kind, quantized))
-    assert np.array_equal(matrix.values(np.arange(7, 47)), quants.dequantize(blocks, kind))
-    assert not matrix.values(np.arange(7)).any()
+def stored_matrix(kinds, num_outputs, num_inputs):
+    """A matrix with `num_outputs` of each type, and the gguf package's values of it."""
+    matrix = QuantizedMatrix.empty([(kind, num_outputs) for kind in kinds], num_inputs)
+    values = []
+    for index, (kind, part) in enumerate(zip(kinds, matrix.parts, strict=True)):
+        blocks = random_blocks(kind, num_outputs, num_inputs, seed=index)
+        part.fill(part.first + np.arange(num_outputs), from_gguf(blocks, kind))
+        values.append(quants.dequantize(blocks, kind))
+    return matrix, torch.from_numpy(np.concatenate(values))
 
 
-def test_q4_k_keeps_its_codes_and_rounds_their_scales_to_float16():
-    kind = GGMLQuantizationType.Q4_K
-    blocks = np.random.default_rng(1).integers(0, 256, (6, 2 * GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
-    blocks.reshape(6, 2, -1)[..., :4] = np.array([0.01, 0.02], "<f2").view(np.uint8)
-    expected = quants.dequantize(blocks, kind)
-    found = from_gguf(blocks, kind, Format.INT4).values
-    assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+def test_codes_of_a_gguf_are_kept_as_they_are(kind):
+    blocks = random_blocks(kind, 40, 512)
+    matrix = QuantizedMatrix.empty([(kind, 50)], 512)
+    matrix.parts[0].fill(np.arange(7, 47), from_gguf(blocks, kind))
+    assert np.array_equal(matrix.parts[0].values(np.arange(7, 47)), quants.dequantize(blocks, kind))
+    assert not matrix.parts[0].values(np.arange(7)).any()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+def test_a_matrix_takes_what_it_takes_in_the_file(kind):
+    matrix = QuantizedMatrix.empty([(kind, 160)], 768)
+    assert matrix.num_bytes == matrix_bytes(kind, 160, 768)
+    assert matrix.num_bytes <= LARGEST_RATIO * stored_bytes(kind, 160, 768)
 
 
 @needs_kernels
@@ -66,45 +76,48 @@ def test_the_workspace_of_a_step_serves_its_narrower_products_too(num_inputs):
             assert library.penstock_panels_bytes(narrower, num_threads) <= available
 
 
-def test_other_types_take_the_nearest_codes_of_eight_bits():
-    kind = GGMLQuantizationType.Q5_1
-    blocks = quants.quantize(normal(16, 64), kind)
-    expected = quants.dequantize(blocks, kind).reshape(16, -1, 32)
-    found = from_gguf(blocks, kind, Format.INT8).values.reshape(16, -1, 32)
-    assert (np.abs(found - expected) <= 0.51 * np.abs(expected).max(-1, keepdims=True) / 127).all()
-
-
 @needs_kernels
-@pytest.mark.parametrize("quantized", Format)
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 32), (200, 576), (37, 96)])
-def test_a_product_is_of_the_codes_and_the_same_for_any_number_of_rows(quantized, num_outputs, num_inputs):
-    matrix, values = quantized_matrix(quantized, num_outputs, num_inputs)
-    bias = torch.from_numpy(normal(num_outputs, seed=1)).bfloat16()
-    rows = torch.from_numpy(normal(300, num_inputs, seed=2)).bfloat16()
-    expected = rows.double() @ values.double().T
-    together = wide_product(rows, matrix)
-    assert (together - expected).abs().max() < 2e-4
-    for count in (1, 2, 3, 7, 8, 9, 12, 13, 31, 33, 65, 97):
-        assert torch.equal(wide_product(rows[:count], matrix), together[:count]), f"{count} rows"
-        assert torch.equal(wide_product(rows[-count:], matrix), together[-count:]), f"the last {count} rows"
+@pytest.mark.parametrize(
+    "kinds", [*((kind,) for kind in LAYOUTS), *MIXED], ids=lambda kinds: "-".join(k.name for k in kinds)
+)
+def test_a_product_is_of_the_codes_and_the_same_for_any_number_of_rows(kinds):
+    for num_outputs, num_inputs in ((16, 256), (88, 768), (37, 512)):
+        matrix, values = stored_matrix(kinds, num_outputs, num_inputs)
+        rows = torch.from_numpy(normal(210, num_inputs, seed=2)).bfloat16()
+        expected = rows.double() @ values.double().T
+        together = wide_product(rows, matrix)
+        assert (together - expected).abs().max() < 4e-6 * expected.abs().max()
+        for count in (1, 2, 3, 7, 8, 9, 13, 31, 65, 97):
+            assert torch.equal(wide_product(rows[:count], matrix), together[:count]), f"{count} rows"
+            assert torch.equal(wide_product(rows[-count:], matrix), together[-count:]), f"the last {count} rows"
     torch.set_num_threads(3)
     assert torch.equal(wide_product(rows, matrix), together), "of three threads"
+    bias = torch.from_numpy(normal(len(matrix), seed=1)).bfloat16()
     linear = QuantizedLinear(matrix=matrix, bias_O=bias)
     assert torch.equal(linear(rows), (together + bias).bfloat16())
-    added = torch.ones(300, num_outputs, dtype=torch.bfloat16)
+    added = torch.ones(len(rows), len(matrix), dtype=torch.bfloat16)
     linear.add_to(added, rows)
     assert torch.equal(added, (together + bias + 1).bfloat16())
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantized", Format)
-def test_rows_of_a_matrix_are_its_values_rounded_to_bfloat16(quantized):
-    matrix, values = quantized_matrix(quantized, 200, 96)
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.MXFP4], ids=lambda kind: kind.name)
+def test_a_product_of_few_inputs_is_of_their_groups_alone(kind):
+    matrix, values = stored_matrix([kind], 50, 96)
+    rows = torch.from_numpy(normal(70, 96, seed=2)).bfloat16()
+    expected = rows.double() @ values.double().T
+    assert (wide_product(rows, matrix) - expected).abs().max() < 4e-6 * expected.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+def test_rows_of_a_matrix_are_its_values_rounded_to_bfloat16(kind):
+    matrix, values = stored_matrix([kind], 200, 512)
     wanted = [3, 199, 16]
     assert torch.equal(matrix.rows(torch.tensor(wanted), torch.bfloat16), values.bfloat16()[wanted])
 
 
-@pytest.mark.parametrize("quantized", Format)
+@pytest.mark.parametrize("quantized", OURS, ids=lambda kind: kind.name)
 def test_without_the_c_kernels_the_matrix_is_unpacked_tile_by_tile(quantized, monkeypatch):
     monkeypatch.setattr("penstock.models.quantization.TILE_VALUES", 48 * 96)
     matrix, values = quantized_matrix(quantized, 200, 96)
@@ -162,7 +175,7 @@ def test_the_memory_model_knows_what_packed_matrices_take(load):
     shapes = {quantize: load("llama", quantize=quantize).model.memory.shape for quantize in ("none", "int8", "int4")}
     engine = load("llama", quantize="int4")
     held = sum(
-        weight.bytes.nbytes if isinstance(weight, QuantizedMatrix) else weight.nbytes
+        weight.num_bytes if isinstance(weight, QuantizedMatrix) else weight.nbytes
         for weight in _weights(engine.model.lane.decoder)
     )
     norms = shapes["none"].num_parameters * 4 - sum(
@@ -187,7 +200,7 @@ def test_keep_needs_a_quantized_file(load):
 
 
 def test_rows_that_are_not_there_are_refused():
-    matrix, _ = quantized_matrix(Format.INT8, 200, 96)
+    matrix, _ = quantized_matrix(Type.Q8_0, 200, 96)
     for wrong in (200, -1, 10**7):
         with pytest.raises(IndexError):
             matrix.rows(torch.tensor([3, wrong]), torch.bfloat16)

@@ -24,7 +24,7 @@ from penstock.bench.workbench import BenchSettings, ProbeSizes, Workbench, seede
 from penstock.document import Document
 from penstock.models.files import resolve
 from penstock.models.projections import OUTSIDE_LAYERS, Projection, projections
-from penstock.models.quantization import Quantization, matrix_bytes, quantization_of, stored_formats
+from penstock.models.quantization import Quantization, matrix_bytes, quantization_of, stored_types
 from penstock.models.spec import decoder_spec
 from penstock.plan.machine import num_physical_cores, processor_name
 from penstock.trace.environment import versions
@@ -115,10 +115,10 @@ def _with_share(model: str, row: Row, limits: DeviceLimits) -> Row:
 
 
 def _bytes(matrix: Projection, quantization: Quantization | None) -> int:
-    quantized = None if quantization is None else quantization.format(matrix)
-    if quantized is None:
+    types = None if quantization is None else quantization.types(matrix)
+    if types is None:
         return 2 * matrix.num_outputs * matrix.num_inputs
-    return matrix_bytes(quantized, matrix.num_outputs, matrix.num_inputs)
+    return sum(matrix_bytes(kind, num_outputs, matrix.num_inputs) for kind, num_outputs in types)
 
 
 def _in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
@@ -274,7 +274,7 @@ class CpuBench(Workbench):
             yield readers
 
     def _own(self, context: int) -> list[ReaderSettings]:
-        is_quantized = bool(stored_formats(resolve(self.settings.model)))
+        is_quantized = bool(stored_types(resolve(self.settings.model)))
         ways = {name: more for name, more in OURS.items() if is_quantized or more["quantize"] != "keep"}
         return [self.own_reader(name, context=context, **more) for name, more in ways.items()]
 

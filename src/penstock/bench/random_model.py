@@ -36,7 +36,7 @@ class RandomWeights:
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         values = torch.empty(destination.shape).uniform_(-LARGEST_WEIGHT, LARGEST_WEIGHT)
-        destination.matrix.fill(destination.start, grouped(values.numpy(), destination.matrix.format))
+        destination.fill(0, grouped(values.numpy(), destination.part.kind))
 
 
 def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:

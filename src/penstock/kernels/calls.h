@@ -60,25 +60,32 @@ struct gate {
     int32_t num_rows, width, is_gelu, num_threads;
 };
 
+/* What a matrix is stored in, as GGUF numbers it. */
+enum type {
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+};
+
 struct product {
     const bf16 *rows;       /* [rows, inputs] */
-    const bf16 *weight;     /* [outputs, inputs]; of packed codes, their blocks */
+    const bf16 *weight;     /* [outputs, inputs]; of codes, their blocks */
     const bf16 *bias;       /* [outputs], or NULL */
-    bf16 *out;              /* [rows, outputs] */
+    bf16 *out;              /* [rows, outputs], rows `stride` apart */
     float *wide;            /* the same, in place of `out` where it is not NULL */
     void *workspace;        /* [penstock_product_bytes], of many rows */
-    float *group_sums;      /* [rows, groups], of codes of four bits */
+    float *group_sums;      /* [rows, inputs / 16], of codes */
     parallel_t parallel;
-    int32_t bits;           /* of a weight: 16; of packed codes, 8 or 4 */
-    int32_t num_rows, num_inputs, num_outputs, adds, num_threads; /* adds: to what is there */
+    enum type type;         /* of the matrix */
+    int32_t num_rows, num_inputs, num_outputs, stride, adds, num_threads; /* adds: to what is there */
 };
 
 struct unpacking {
-    const char *blocks;     /* of packed codes */
+    const bf16 *weight;     /* blocks of codes */
     const int64_t *ids;     /* of the rows that are wanted */
     bf16 *out;              /* [rows, inputs] */
     parallel_t parallel;
-    int32_t bits, num_rows, num_inputs, num_threads;
+    enum type type;
+    int32_t num_rows, num_inputs, num_threads;
 };
 
 enum kind { NORM, PRODUCT, STORE, ATTENTION, GATE };

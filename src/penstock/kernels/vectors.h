@@ -44,7 +44,7 @@ static inline void share_rows(void (*run)(const void *, int, int), const void *o
 /* Neighbouring outputs of one row, up to a register of them. */
 INLINE void write_values(const struct product *p, floats values, int row, int output, int count)
 {
-    size_t at = (size_t)row * p->num_outputs + output;
+    size_t at = (size_t)row * p->stride + output;
     if (p->bias)
         values = v_add(values, load_floats(p->bias + output, count));
     if (p->adds)

@@ -11,7 +11,7 @@ from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.kernels import build
 from penstock.lanes.lane import LaneFacts
 from penstock.models.files import ModelFiles
-from penstock.models.quantization import Quantization, quantization_of, stored_formats
+from penstock.models.quantization import Quantization, expanded_types, quantization_of, stored_types
 from penstock.models.shapes import DTYPE_BYTES
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.proof.verdict import Verdict, load_verdict, save_verdict, verdict_key
@@ -59,14 +59,14 @@ class Place:
         if not self.lane.keeps_codes:
             return "none"
         if asked == "auto":
-            is_kept = self.device == "cpu" and bool(stored_formats(self.files)) and self.multiplies_codes
+            is_kept = self.device == "cpu" and bool(stored_types(self.files)) and self.multiplies_codes
             return "keep" if is_kept else "none"
         if asked != "none" and self.device != "cpu":
             raise InvalidSetting(
                 f"--quantize {asked} is for processors; on device {self.device!r} weights stay in the model's dtype. "
                 "Leave it out or use --device cpu."
             )
-        if asked == "keep" and not stored_formats(self.files):
+        if asked == "keep" and not stored_types(self.files):
             raise InvalidSetting("--quantize keep needs a GGUF file with quantized weights; use int8 or int4 here.")
         return asked
 
@@ -142,6 +142,8 @@ class Place:
             if config.strict:
                 raise InvalidSetting(f"--strict: {message}. Lower --overlap to 0.")
             found.append(message)
+        if self.quantize == "keep" and (names := expanded_types(self.files)):
+            found.append(f"weights in {', '.join(names)} are expanded to {self.dtype}: nothing multiplies their codes")
         if lane.reads_source and config.overlap:
             found.append(f"overlap {config.overlap} has no meaning for a source; it is 0")
         return found

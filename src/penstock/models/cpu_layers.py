@@ -8,9 +8,10 @@ import threading
 from typing import Any
 
 import torch
+from gguf.constants import GGMLQuantizationType as Type
 
-from penstock.kernels.calls import CKernels, address, c_kernels
-from penstock.models.quantization import GROUP
+from penstock.kernels.calls import CKernels, c_kernels
+from penstock.models.quantization import HALF_GROUP
 from penstock.models.quantized import QuantizedMatrix, Weight
 
 GELU_TANH = "gelu_pytorch_tanh"
@@ -71,21 +72,25 @@ def gate_fields(gate_up_TF: torch.Tensor, out_TF: torch.Tensor, kind: str) -> di
 
 def product_fields(
     x_TI: torch.Tensor, weight_OI: Weight, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, adds: bool
-) -> dict[str, Any]:
-    """Leaves out the workspace, and the sums of groups that packed codes need."""
-    is_quantized = isinstance(weight_OI, QuantizedMatrix)
+) -> list[dict[str, Any]]:
+    """One product for each part of a matrix. Leaves out the workspace, and the sums of groups that codes need."""
     num_rows, num_inputs = x_TI.shape
-    return {
-        "rows": x_TI.data_ptr(),
-        "weight": weight_OI.bytes.data_ptr() if is_quantized else weight_OI.data_ptr(),
-        "bits": weight_OI.format.bits if is_quantized else 16,
-        "bias": address(bias_O),
-        "wide" if out_TO.dtype == torch.float32 else "out": out_TO.data_ptr(),
-        "num_rows": num_rows,
-        "num_inputs": num_inputs,
-        "num_outputs": out_TO.shape[1],
-        "adds": adds,
-    }
+    parts = [(weight_OI, Type.BF16, 0, out_TO.shape[1])] if isinstance(weight_OI, torch.Tensor) else weight_OI.places
+    return [
+        {
+            "rows": x_TI.data_ptr(),
+            "weight": memory.data_ptr(),
+            "type": int(kind),
+            "bias": 0 if bias_O is None else bias_O[first:].data_ptr(),
+            "wide" if out_TO.dtype == torch.float32 else "out": out_TO[:, first:].data_ptr(),
+            "num_rows": num_rows,
+            "num_inputs": num_inputs,
+            "num_outputs": num_outputs,
+            "stride": out_TO.stride(0),
+            "adds": adds,
+        }
+        for memory, kind, first, num_outputs in parts
+    ]
 
 
 def rms_norm(kernels: CKernels, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -119,12 +124,13 @@ def multiply(
     out_TO = add_to
     if out_TO is None:
         out_TO = torch.empty(num_rows, weight_OI.shape[0], dtype=torch.float32 if is_wide else x_TI.dtype)
-    fields = product_fields(x_TI, weight_OI, bias_O, out_TO, adds=add_to is not None)
-    if fields["bits"] == 4:
-        group_sums = torch.empty(num_rows * (num_inputs // GROUP))
-        fields["group_sums"] = group_sums.data_ptr()
+    shared: dict[str, Any] = {}
+    if isinstance(weight_OI, QuantizedMatrix):
+        group_sums = torch.empty(num_rows * (num_inputs // HALF_GROUP))
+        shared["group_sums"] = group_sums.data_ptr()
     if num_rows > kernels.library.FEW_ROWS:
         workspace = product_workspace(kernels, num_rows, num_inputs, torch.get_num_threads())
-        fields["workspace"] = workspace.data_ptr()
-    kernels.run("penstock_multiply", "struct product *", fields)
+        shared["workspace"] = workspace.data_ptr()
+    for fields in product_fields(x_TI, weight_OI, bias_O, out_TO, adds=add_to is not None):
+        kernels.run("penstock_multiply", "struct product *", fields | shared)
     return out_TO

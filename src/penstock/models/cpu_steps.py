@@ -16,7 +16,7 @@ from penstock.kernels.calls import CKernels, address, c_kernels
 from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, product_workspace
 from penstock.models.decoder import Attention, Decoder, Layer
 from penstock.models.layers import GatedMlp, LayerNorm, Linear, QuantizedLinear, RmsNorm
-from penstock.models.quantization import GROUP
+from penstock.models.quantization import HALF_GROUP
 
 MAX_ROWS = 1088  # a chunk of 1,024 and tokens beside it
 
@@ -42,7 +42,7 @@ class CompiledSteps:
         self._qkv, self._rotated, self._attended, *self._normed_heads = _parts(shared, in_attention)
         self._gate_up, self._gated_RF = _parts(shared, in_mlp)
         self._most_inputs = max(spec.hidden_size, q_rows, spec.intermediate_size)
-        self._group_sums = torch.empty(MAX_ROWS * self._most_inputs // GROUP)
+        self._group_sums = torch.empty(MAX_ROWS * self._most_inputs // HALF_GROUP)
         self._rotations = {
             name: tuple(_rows(rotary.spec.num_dims // 2) for _ in range(2)) for name, rotary in decoder.rotaries.items()
         }
@@ -131,8 +131,8 @@ class CompiledSteps:
         self, linear: Linear | QuantizedLinear, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
     ) -> None:
         weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI
-        fields = product_fields(x, weight, linear.bias_O, out, adds=adds)
-        self._list("product", fields | {"group_sums": self._group_sums.data_ptr()})
+        for fields in product_fields(x, weight, linear.bias_O, out, adds=adds):
+            self._list("product", fields | {"group_sums": self._group_sums.data_ptr()})
 
     def _list(self, kind: str, fields: dict[str, Any]) -> None:
         self._calls.append((getattr(self._kernels.library, kind.upper()), ffi().new(f"struct {kind} *", fields)))

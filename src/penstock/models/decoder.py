@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, HeadNorms, Rotation
@@ -400,9 +401,9 @@ class Decoder:
         return Linear(weight_OI=weight, bias_O=bias_O)
 
     def _empty_weight(self, projection: Projection) -> torch.Tensor | QuantizedMatrix:
-        quantized = None if self._quantization is None else self._quantization.format(projection)
-        if quantized is not None:
-            return QuantizedMatrix.empty(quantized, projection.num_outputs, projection.num_inputs)
+        types = None if self._quantization is None else self._quantization.types(projection)
+        if types is not None:
+            return QuantizedMatrix.empty(types, projection.num_inputs)
         return torch.empty(projection.num_outputs, projection.num_inputs, dtype=self.dtype, device=self.device)
 
     def _empty_norm(self, size: int) -> RmsNorm | LayerNorm:
@@ -494,7 +495,7 @@ def _parts(
     for part in projection.parts:
         rows = slice(row, row + part.num_rows)
         if isinstance(weight, QuantizedMatrix):
-            yield part.name, QuantizedRows(matrix=weight, start=rows.start, end=rows.stop)
+            yield part.name, QuantizedRows(matrix=weight, outputs_N=np.arange(rows.start, rows.stop))
         else:
             yield part.name, weight[rows]
         row += part.num_rows

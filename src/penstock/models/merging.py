@@ -251,7 +251,7 @@ class AdaptedWeights:
         values = torch.empty(destination.shape)
         self._source.copy_into(values, name)
         self.merge.apply(name, values)
-        destination.matrix.fill(destination.start, grouped(values.numpy(), destination.matrix.format))
+        destination.fill(0, grouped(values.numpy(), destination.part.kind))
 
 
 @torch.no_grad()

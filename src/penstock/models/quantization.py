@@ -1,58 +1,119 @@
-"""Which matrices are kept in few bits, in which format, and what they take. No torch."""
+"""Which matrices are kept in few bits, in which types of GGUF, and what they take. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from itertools import groupby
+from typing import Any
 
-from gguf.constants import GGMLQuantizationType
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import IQ4_NL, MXFP4
 
 from penstock.models.files import ModelFiles
 from penstock.models.gguf_translation import hf_tensors
 from penstock.models.projections import OUTSIDE_LAYERS, Projection, projections
 from penstock.models.spec import DecoderSpec
 
-GROUP = 32  # inputs that share a scale
-GROUP_SUM_BYTES = 4  # of a row's inputs that share a scale, in float32
+GROUP = 32  # inputs that share a scale, or two
+HALF_GROUP = 16
+REGION = 256  # inputs of groups that share their factors
+GROUP_SUM_BYTES = 4  # of inputs that share a lowest value, in float32
 LANES = 16  # outputs that lie together
 TILE_VALUES = 2**21  # of a matrix, dequantized at a time where no C kernels multiply its codes
-FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
-IN_FOUR_BITS = frozenset({GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K})
+FLOATS = frozenset({Type.F64, Type.F32, Type.F16, Type.BF16})
+STORED_TOGETHER = (
+    {"q_proj", "k_proj", "v_proj", "qkv_proj"},
+    {"gate_proj", "up_proj", "gate_up_proj"},
+    {"embed_tokens", "lm_head"},
+)
+ASKED = {"int8": Type.Q8_0, "int4": Type.Q4_1}
+
+_Fields = tuple[tuple[str, str, tuple[int, ...]], ...]
+HALF: _Fields = (("scale", "<f2", ()),)
+HALF_LOWEST: _Fields = (*HALF, ("lowest", "<f2", ()))
+POWER: _Fields = (("power", "u1", ()),)
+BYTE: _Fields = (*HALF, ("scales", "i1", (8,)))
+BYTE_PAIR: _Fields = (*HALF, ("scales", "i1", (8, 2)))
+SIXES: _Fields = (("low", "u1", (8,)), ("high", "u1", (4,)))  # two numbers of six bits for each group
+SIX_PAIR: _Fields = (*HALF, *SIXES)
+SIX_LOWEST: _Fields = (*HALF_LOWEST, *SIXES)
+FOUR_LOWEST: _Fields = (*HALF_LOWEST, ("scale_pairs", "u1", (8,)), ("lowest_pairs", "u1", (8,)))
 
 
-class Format(Enum):
-    """Codes of a group with a scale, and in four bits its lowest value too; both in float16."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Says how a type is kept: 16 outputs side by side, first their codes, then their factors; see blocks.h."""
 
-    INT8 = "int8"
-    INT4 = "int4"
+    low: int  # bits of the first plane of codes
+    high: int = 0  # and of the second
+    offset: int = 0  # what a code stands for is less by this
+    book: tuple[int, ...] = ()  # what codes stand for, where it is not themselves
+    factors: _Fields = HALF
 
     @property
     def bits(self) -> int:
-        return 8 if self is Format.INT8 else 4
+        return self.low + self.high
 
     @property
-    def group_bytes(self) -> int:
-        return GROUP + 2 if self is Format.INT8 else GROUP // 2 + 4
+    def num_inputs(self) -> int:
+        """Counts the inputs of one set of factors."""
+        return GROUP if self.factors in (HALF, HALF_LOWEST, POWER) else REGION
+
+    def factor_dtype(self, *lanes: int) -> np.dtype[Any]:
+        return np.dtype([(name, kind, (*shape, *lanes)) for name, kind, shape in self.factors])
+
+    def block_dtype(self, num_inputs: int) -> np.dtype[Any]:
+        words = {2: (2, LANES, 2), 4: (4, LANES, 2), 8: (GROUP // 2, LANES, 2)}[self.low]
+        planes = [("low", "u1" if self.low == 8 else "<u2", words)]
+        planes += [("high", "<u2", (self.high, LANES, 2))] if self.high else []
+        codes, factors = np.dtype(planes), self.factor_dtype(LANES)
+        return np.dtype([("codes", codes, num_inputs // GROUP), ("factors", factors, num_inputs // self.num_inputs)])
+
+
+LAYOUTS: Mapping[Type, Layout] = {
+    Type.Q4_0: Layout(low=4, offset=8),
+    Type.Q4_1: Layout(low=4, factors=HALF_LOWEST),
+    Type.Q5_0: Layout(low=4, high=1, offset=16),
+    Type.Q5_1: Layout(low=4, high=1, factors=HALF_LOWEST),
+    Type.Q8_0: Layout(low=8),
+    Type.Q2_K: Layout(low=2, factors=FOUR_LOWEST),
+    Type.Q3_K: Layout(low=2, high=1, offset=4, factors=SIX_PAIR),
+    Type.Q4_K: Layout(low=4, factors=SIX_LOWEST),
+    Type.Q5_K: Layout(low=4, high=1, factors=SIX_LOWEST),
+    Type.Q6_K: Layout(low=4, high=2, offset=32, factors=BYTE_PAIR),
+    Type.IQ4_NL: Layout(low=4, book=IQ4_NL.kvalues),
+    Type.IQ4_XS: Layout(low=4, book=IQ4_NL.kvalues, factors=BYTE),
+    Type.MXFP4: Layout(low=4, book=MXFP4.kvalues, factors=POWER),
+}
+
+
+Stored = tuple[tuple[Type, int], ...]  # (type, rows) of what lies one below the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Formats by tensor, as a GGUF stores them, or one for all."""
+    """Types by tensor, as a GGUF stores them, or one for all."""
 
-    asked: Format | None  # None: the file's own
-    stored: Mapping[str, Format]
+    asked: Type | None  # None: the file's own
+    stored: Mapping[str, Stored]  # of matrices that are not floats
 
-    def format(self, projection: Projection) -> Format | None:
-        """None: the matrix stays in the model's dtype. Parts of two formats are kept in the wider one."""
-        if projection.num_inputs % GROUP:
-            return None
+    def types(self, projection: Projection) -> tuple[tuple[Type, int], ...] | None:
+        """Gives (type, outputs) of what lies one below the other; None: the matrix stays in the model's dtype."""
         if self.asked is not None:
-            return Format.INT8 if projection.role in OUTSIDE_LAYERS else self.asked
-        formats = {self.stored.get(part.name) for part in projection.parts}
-        if None in formats:
+            kinds = [Type.Q8_0 if projection.role in OUTSIDE_LAYERS else self.asked]
+            kinds, counts = kinds * len(projection.parts), [part.num_rows for part in projection.parts]
+        else:
+            stored = [
+                one for part in projection.parts for one in self.stored.get(part.name, ((Type.F32, part.num_rows),))
+            ]
+            kinds, counts = [kind for kind, _ in stored], [num_rows for _, num_rows in stored]
+        if not all(kind in LAYOUTS and projection.num_inputs % LAYOUTS[kind].num_inputs == 0 for kind in kinds):
             return None
-        return Format.INT8 if Format.INT8 in formats else Format.INT4
+        parts = groupby(zip(kinds, counts, strict=True), key=lambda part: part[0])
+        return tuple((kind, sum(num_rows for _, num_rows in same)) for kind, same in parts)
 
 
 def quantization_of(files: ModelFiles, quantize: str) -> Quantization | None:
@@ -60,20 +121,37 @@ def quantization_of(files: ModelFiles, quantize: str) -> Quantization | None:
     if quantize == "none":
         return None
     if quantize != "keep":
-        return Quantization(asked=Format(quantize), stored={})
-    stored = stored_formats(files)
+        return Quantization(asked=ASKED[quantize], stored={})
+    stored = stored_types(files)
     return Quantization(asked=None, stored=stored) if stored else None
 
 
-def stored_formats(files: ModelFiles) -> dict[str, Format]:
-    """Chooses formats of matrices that a GGUF keeps in few bits: four where ours hold the same values, else eight."""
+def stored_types(files: ModelFiles) -> dict[str, Stored]:
+    """Finds the matrices that a GGUF keeps in few bits. What an adapter changes can be packed again as Q8_0 alone."""
     if files.gguf is None:
         return {}
-    return {
-        name: Format.INT4 if types <= IN_FOUR_BITS else Format.INT8
-        for name, tensor in hf_tensors(files.gguf).items()
-        if not (types := {piece.stored.quant_type for piece in tensor.pieces}) & FLOATS and len(tensor.shape) == 2
-    }
+    changed = _changed_leaves(files)
+    found: dict[str, Stored] = {}
+    for name, tensor in hf_tensors(files.gguf).items():
+        types = tuple((piece.stored.quant_type, piece.stored.shape[0]) for piece in tensor.pieces)
+        if len(tensor.shape) == 2 and not {kind for kind, _ in types} & FLOATS:
+            is_changed = name.removesuffix(".weight").rpartition(".")[2] in changed
+            found[name] = tuple((Type.Q8_0 if is_changed else kind, num_rows) for kind, num_rows in types)
+    return found
+
+
+def _changed_leaves(files: ModelFiles) -> set[str]:
+    """Names the matrices that an adapter changes, as layers call them, and those that they may be stored within."""
+    if files.adapter is None:
+        return set()
+    places = [*files.adapter.low_rank, *(name.removesuffix(".weight") for name in files.adapter.replaced)]
+    leaves = {place.rpartition(".")[2] for place in places}
+    return leaves.union(*(whole for whole in STORED_TOGETHER if leaves & whole))
+
+
+def expanded_types(files: ModelFiles) -> list[str]:
+    """Names the types of a GGUF whose codes nothing multiplies."""
+    return sorted({kind.name for types in stored_types(files).values() for kind, _ in types if kind not in LAYOUTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,29 +159,35 @@ class QuantizedSizes:
     num_values: int
     num_bytes: int
     tile_values: int  # dequantized at a time
-    most_groups: int  # of the inputs of a matrix
+    most_halves: int  # of groups of the inputs of a matrix
     are_all: bool  # whether no matrix of a layer stays in the dtype
 
 
 def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedSizes:
-    num_values = num_bytes = tile = most_groups = 0
+    num_values = num_bytes = tile = most_halves = 0
     are_all = spec.experts is None and spec.recurrent is None
     for projection in projections(spec):
-        if (found := quantization.format(projection)) is None:
+        if (types := quantization.types(projection)) is None:
             are_all = are_all and projection.role in OUTSIDE_LAYERS
             continue
-        num_values += projection.num_outputs * projection.num_inputs
-        num_bytes += matrix_bytes(found, projection.num_outputs, projection.num_inputs)
-        tile = max(tile, tile_outputs(projection.num_outputs, projection.num_inputs) * projection.num_inputs)
-        most_groups = max(most_groups, projection.num_inputs // GROUP)
+        num_inputs = projection.num_inputs
+        num_values += projection.num_outputs * num_inputs
+        num_bytes += sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
+        tile = max(tile, tile_outputs(projection.num_outputs, num_inputs) * num_inputs)
+        most_halves = max(most_halves, num_inputs // HALF_GROUP)
     return QuantizedSizes(
-        num_values=num_values, num_bytes=num_bytes, tile_values=tile, most_groups=most_groups, are_all=are_all
+        num_values=num_values, num_bytes=num_bytes, tile_values=tile, most_halves=most_halves, are_all=are_all
     )
 
 
-def matrix_bytes(quantized: Format, num_outputs: int, num_inputs: int) -> int:
-    num_blocks = -(-num_outputs // LANES)
-    return num_blocks * LANES * (num_inputs // GROUP) * quantized.group_bytes
+def matrix_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
+    return -(-num_outputs // LANES) * LAYOUTS[kind].block_dtype(num_inputs).itemsize
+
+
+def stored_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
+    """Counts the bytes of a matrix in a GGUF file."""
+    block_items, block_bytes = GGML_QUANT_SIZES[kind]
+    return num_outputs * num_inputs // block_items * block_bytes
 
 
 def tile_outputs(num_outputs: int, num_inputs: int) -> int:

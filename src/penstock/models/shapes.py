@@ -35,7 +35,7 @@ def native_shape(
         num_quantized=quantized.num_values if quantized else 0,
         quantized_bytes=quantized.num_bytes if quantized else 0,
         dequantized_tile_bytes=quantized.tile_values * DTYPE_BYTES[dtype] if quantized and not multiplies_codes else 0,
-        group_sum_bytes_per_token=quantized.most_groups * GROUP_SUM_BYTES if quantized and multiplies_codes else 0,
+        group_sum_bytes_per_token=quantized.most_halves * GROUP_SUM_BYTES if quantized and multiplies_codes else 0,
         layer_input_values=_layer_input_values(spec),
         expert_bytes_per_token=_expert_bytes(spec, DTYPE_BYTES[dtype]) if device == "cuda" else 0,
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),

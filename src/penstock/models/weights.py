@@ -18,9 +18,10 @@ from gguf.quants import dequantize
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.files import ModelFiles
 from penstock.models.gguf import GgufFile
+from penstock.models.gguf_blocks import from_gguf
 from penstock.models.gguf_translation import HfTensor, Piece, hf_tensors
-from penstock.models.groups import from_gguf, grouped
-from penstock.models.quantized import QuantizedMatrix, QuantizedRows
+from penstock.models.groups import grouped
+from penstock.models.quantized import QuantizedRows
 from penstock.models.safetensors import StoredTensor, read_safetensors_header
 from penstock.models.stored_names import SCALES
 
@@ -142,13 +143,9 @@ class HalvesFirst:
             destination.copy_(destination[self._order(len(destination))])
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
-        if name not in self.of:
-            self.source.quantize_into(destination, name)
-            return
-        values = torch.empty(destination.shape)
-        self.source.copy_into(values, name)
-        values = values[self._order(len(values))]
-        destination.matrix.fill(destination.start, grouped(values.numpy(), destination.matrix.format))
+        if name in self.of:
+            destination = destination.taking(self._order(self.shape(name)[0]).numpy())
+        self.source.quantize_into(destination, name)
 
     def _order(self, num_rows: int) -> torch.Tensor:
         """Finds where each row is stored."""
@@ -281,14 +278,14 @@ class SafetensorsWeights:
         )
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
-        tensor, matrix = self._find(name), destination.matrix
+        tensor = self._find(name)
         _check_shape(destination.shape, tensor.shape, name, tensor.path)
         num_rows, num_inputs = destination.shape
         step = max(1, SLICE_BYTES // (4 * num_inputs))
         for first in range(0, num_rows, step):
             values = torch.empty(min(step, num_rows - first), num_inputs)
             self._copy_values(values, tensor, name, first * num_inputs)
-            matrix.fill(destination.start + first, grouped(values.numpy(), matrix.format))
+            destination.fill(first, grouped(values.numpy(), destination.part.kind))
 
     def _copy_mxfp4(self, destination: torch.Tensor, name: str) -> None:
         """Blocks of 32 four-bit values with a power of two each. Their rows are outputs, the plain tensor's inputs."""
@@ -408,27 +405,27 @@ class GgufWeights:
         tensor = self._find(name)
         _check_shape(destination.shape, tensor.shape, name, self._path)
         for piece in tensor.pieces:
-            self._quantize(destination.matrix, destination.start + piece.first_row, piece, name)
+            self._quantize(destination.some(piece.first_row, piece.stored.shape[0]), piece, name)
 
-    def _quantize(self, matrix: QuantizedMatrix, start: int, piece: Piece, name: str) -> None:
+    def _quantize(self, destination: QuantizedRows, piece: Piece, name: str) -> None:
         assert piece.places is None, name
         assert piece.columns is None, name
         stored = piece.stored
-        num_rows, num_inputs = stored.shape
+        num_rows, num_inputs = destination.shape
         block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
         row_bytes = num_inputs // block_items * block_bytes
-        head_rows = num_rows // piece.interleaved_heads if piece.interleaved_heads else 1
-        step = max(1, SLICE_BYTES // (4 * num_inputs) // head_rows) * head_rows
+        if piece.interleaved_heads:
+            destination = destination.taking(_halves_first(num_rows, num_rows // piece.interleaved_heads))
+        step = max(1, SLICE_BYTES // (4 * num_inputs))
         for first in range(0, num_rows, step):
             raw = torch.empty(min(step, num_rows - first), row_bytes, dtype=torch.uint8)
             _read_into(self._path, stored.offset + first * row_bytes, raw)
-            try:
-                groups = from_gguf(raw.numpy(), stored.quant_type, matrix.format)
-            except NotImplementedError:
-                raise self._unreadable(stored.quant_type, name) from None
-            if piece.interleaved_heads:
-                groups = groups.rows(_halves_first(len(raw), head_rows))
-            matrix.fill(start + first, groups)
+            if destination.part.kind == stored.quant_type:
+                groups = from_gguf(raw.numpy(), stored.quant_type)
+            else:
+                values = self._dequantized(raw.numpy(), num_inputs, stored.quant_type, name)
+                groups = grouped(values, destination.part.kind)
+            destination.fill(first, groups)
 
     def _dequantized(self, raw: np.ndarray, row_items: int, quant_type: GGMLQuantizationType, name: str) -> np.ndarray:
         block_items, block_bytes = GGML_QUANT_SIZES[quant_type]

@@ -44,69 +44,94 @@ INLINE const bf16 *row_at(const struct product *p, int row)
     return p->rows + (size_t)smaller(row, p->num_rows - 1) * p->num_inputs;
 }
 
-/* `num_rows` rows with `num_blocks` blocks of codes; all but the first three are constants where this is inlined. */
-INLINE void multiply_codes(const struct product *p, int row, int block, const int num_rows, const int num_blocks,
-                           const int bits)
+/* One row with `num_blocks` blocks of codes, as they lie. */
+INLINE void multiply_row(const struct product *p, int row, int block, const int num_blocks, const enum type type)
 {
-    const bf16 *rows[FEW_TALL];
+    int num_groups = num_groups_of(p);
+    const bf16 *inputs = row_at(p, row);
     const char *at[WIDE];
-    floats sums[FEW_TALL][WIDE][HALVES];
+    floats sums[WIDE][HALVES];
     for (int b = 0; b < num_blocks; b++)
-        at[b] = block_at(p, block + b, bits);
-    for (int r = 0; r < num_rows; r++) {
-        rows[r] = row_at(p, row + r);
-        for (int b = 0; b < num_blocks; b++)
-            sums[r][b][0] = sums[r][b][1] = v_zero();
-    }
-    for (int group = 0; group < num_groups_of(p); group++) {
-        struct factors factors[WIDE];
+        at[b] = block_at(p, block + b, type), sums[b][0] = sums[b][1] = v_zero();
+    for (int group = 0; group < num_groups; group++) {
+        struct factors_of_group factors[WIDE][HALVES];
         for (int b = 0; b < num_blocks; b++) {
-            factors[b] = factors_of(at[b], bits);
-            for (size_t line = 0; line < block_bytes(bits == 4); line += 64)
-                _mm_prefetch(at[b] + AHEAD + line, _MM_HINT_T1);
+            const char *codes = at[b] + group * code_bytes(type);
+            for (int h = 0; h < HALVES; h++)
+                factors[b][h] = factors_of(at[b] + num_groups * code_bytes(type), group, h, type);
+            for (size_t line = 0; line < code_bytes(type); line += 64)
+                _mm_prefetch(codes + AHEAD + line, _MM_HINT_T1);
         }
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++)
             for (int b = 0; b < num_blocks; b++)
                 for (int h = 0; h < HALVES; h++) {
                     floats values[2];
-                    pair_of_values(at[b], pair, h, &factors[b], bits, values);
-                    for (int r = 0; r < num_rows; r++) {
-                        int at_pair = group * NUM_PAIRS + pair;
-                        sums[r][b][h] = v_mul_add(values[0], first_of_pair(rows[r], at_pair), sums[r][b][h]);
-                        sums[r][b][h] = v_mul_add(values[1], second_of_pair(rows[r], at_pair), sums[r][b][h]);
-                    }
+                    int at_pair = group * NUM_PAIRS + pair;
+                    pair_of_values(at[b] + group * code_bytes(type), pair, h, &factors[b][h], type, values);
+                    sums[b][h] = v_mul_add(values[0], first_of_pair(inputs, at_pair), sums[b][h]);
+                    sums[b][h] = v_mul_add(values[1], second_of_pair(inputs, at_pair), sums[b][h]);
                 }
-        for (int b = 0; b < num_blocks; b++)
-            at[b] += block_bytes(bits == 4);
     }
-    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        for (int b = 0; b < num_blocks; b++)
-            write_block(p, sums[r][b][0], sums[r][b][1], row + r, block + b);
+    for (int b = 0; b < num_blocks; b++)
+        write_block(p, sums[b][0], sums[b][1], row, block + b);
 }
 
+struct of_type {
+    void (*multiply_row)(const struct product *p, int row, int block);
+    void (*unpack_group)(const struct product *p, int block, int group, float *panel);
+};
+
 /* One of each, not one wherever it is called. */
-#define SOME(rows, blocks, bits)                                                                            \
-    static __attribute__((noinline)) void multiply_##rows##_##blocks##_##bits(const struct product *p, int row, int block) \
-    {                                                                                                       \
-        multiply_codes(p, row, block, rows, blocks, bits);                                                  \
+#define FUNCTIONS(TYPE)                                                                                            \
+    static __attribute__((noinline)) void multiply_row_##TYPE(const struct product *p, int row, int block)        \
+    {                                                                                                              \
+        multiply_row(p, row, block, 2, TYPE);                                                                      \
+    }                                                                                                              \
+    static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group, float *panel) \
+    {                                                                                                              \
+        unpack_group(p, block_at(p, block, TYPE), group, panel, TYPE);                                             \
     }
-SOME(1, 2, 4)
-SOME(2, 2, 4)
-SOME(4, 1, 4)
-SOME(1, 2, 8)
-SOME(2, 2, 8)
-SOME(4, 1, 8)
+EACH_TYPE(FUNCTIONS)
+
+static const struct of_type types[] = {
+#define ENTRY(TYPE) [TYPE] = {multiply_row_##TYPE, unpack_group_##TYPE},
+    EACH_TYPE(ENTRY)
+};
+
+/* `num_rows` rows with a block of codes, each group of which is unpacked for all of them. */
+INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows)
+{
+    const bf16 *rows[FEW_TALL];
+    floats sums[FEW_TALL][HALVES];
+    for (int r = 0; r < num_rows; r++)
+        rows[r] = row_at(p, row + r), sums[r][0] = sums[r][1] = v_zero();
+    for (int group = 0; group < num_groups_of(p); group++) {
+        float panel[PACKED_GROUP][BLOCK_OUTPUTS];
+        types[p->type].unpack_group(p, block, group, panel[0]);
+        for (int pair = 0; pair < NUM_PAIRS; pair++)
+            for (int r = 0; r < num_rows; r++) {
+                floats one = first_of_pair(rows[r], group * NUM_PAIRS + pair);
+                floats two = second_of_pair(rows[r], group * NUM_PAIRS + pair);
+                for (int h = 0; h < HALVES; h++) {
+                    sums[r][h] = v_mul_add(v_load(panel[2 * pair] + h * LANES), one, sums[r][h]);
+                    sums[r][h] = v_mul_add(v_load(panel[2 * pair + 1] + h * LANES), two, sums[r][h]);
+                }
+            }
+    }
+    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
+        write_block(p, sums[r][0], sums[r][1], row + r, block);
+}
 
 static void multiply_few_codes(const struct product *p, int first)
 {
-    int is_int4 = p->bits == 4;
+    int end = smaller(first + WIDE, last_block(p) + 1);
     for (int row = 0; row < p->num_rows; row += FEW_TALL)
-        for (int block = first; block < first + WIDE; block++)
+        for (int block = first; block < end; block++)
             switch (smaller(FEW_TALL, p->num_rows - row)) {
-            case 1: (is_int4 ? multiply_1_2_4 : multiply_1_2_8)(p, row, block++); break;
-            case 2: (is_int4 ? multiply_2_2_4 : multiply_2_2_8)(p, row, block++); break;
-            default: (is_int4 ? multiply_4_1_4 : multiply_4_1_8)(p, row, block);
+            case 1: types[p->type].multiply_row(p, row, block++); break;
+            case 2: multiply_rows(p, row, block, 2); break;
+            default: multiply_rows(p, row, block, FEW_TALL);
             }
 }
 
@@ -161,7 +186,7 @@ static void multiply_few(const void *of, int first, int end)
 {
     const struct product *p = of;
     for (int block = first * WIDE; block < end * WIDE; block += WIDE)
-        if (p->bits < 16)
+        if (p->type != BF16)
             multiply_few_codes(p, block);
         else
             multiply_few_turned(p, block);
@@ -208,28 +233,11 @@ static void turn_tiles(const void *of, int first, int end)
     }
 }
 
-INLINE void unpack_groups(const struct product *p, int block, int input, int count, float *panel, const int bits)
-{
-    const char *at = block_at(p, block, bits) + input / PACKED_GROUP * block_bytes(bits == 4);
-    for (int i = 0; i < count; i += PACKED_GROUP, at += block_bytes(bits == 4), panel += PACKED_GROUP * BLOCK_OUTPUTS) {
-        struct factors factors = factors_of(at, bits);
-#pragma GCC unroll 16
-        for (int pair = 0; pair < NUM_PAIRS; pair++)
-            for (int h = 0; h < HALVES; h++) {
-                floats values[2];
-                pair_of_values(at, pair, h, &factors, bits, values);
-                v_store(panel + 2 * pair * BLOCK_OUTPUTS + h * LANES, values[0]);
-                v_store(panel + (2 * pair + 1) * BLOCK_OUTPUTS + h * LANES, values[1]);
-            }
-    }
-}
-
 static void fill_panel(const struct product *p, int block, int input, int count, struct part *part)
 {
-    if (p->bits == 4)
-        unpack_groups(p, block, input, count, part->panel[0], 4);
-    else if (p->bits == 8)
-        unpack_groups(p, block, input, count, part->panel[0], 8);
+    if (p->type != BF16)
+        for (int i = 0; i < count; i += PACKED_GROUP)
+            types[p->type].unpack_group(p, block, (input + i) / PACKED_GROUP, part->panel[i]);
     else
         for (int i = 0; i < count; i += LANES)
             for (int h = 0; h < HALVES; h++) {
@@ -306,7 +314,7 @@ static void multiply_many(const struct product *p)
 void penstock_multiply(const struct product *p)
 {
     int num_columns = last_block(p) / WIDE + 1;
-    size_t bytes = (size_t)WIDE * BLOCK_OUTPUTS * p->num_inputs * p->bits / 8;
+    size_t bytes = (size_t)WIDE * BLOCK_OUTPUTS * p->num_inputs; /* about */
     if (p->num_rows <= FEW_ROWS)
         share_rows(multiply_few, p, num_columns, bytes, p->parallel, p->num_threads);
     else
@@ -318,15 +326,12 @@ void penstock_multiply_packed(const struct product *p) { penstock_multiply(p); }
 static void unpack_wanted(const void *of, int first, int end)
 {
     const struct unpacking *u = of;
-    struct product p = {.weight = (const bf16 *)u->blocks, .num_inputs = u->num_inputs, .num_outputs = INT32_MAX};
+    const struct product p = {.weight = u->weight, .num_inputs = u->num_inputs, .num_outputs = INT32_MAX};
     for (int row = first; row < end; row++) {
         int lane = u->ids[row] % BLOCK_OUTPUTS, block = u->ids[row] / BLOCK_OUTPUTS;
         for (int input = 0; input < u->num_inputs; input += PACKED_GROUP) {
             float panel[PACKED_GROUP][BLOCK_OUTPUTS], values[PACKED_GROUP];
-            if (u->bits == 4)
-                unpack_groups(&p, block, input, PACKED_GROUP, panel[0], 4);
-            else
-                unpack_groups(&p, block, input, PACKED_GROUP, panel[0], 8);
+            types[u->type].unpack_group(&p, block, input / PACKED_GROUP, panel[0]);
             for (int i = 0; i < PACKED_GROUP; i++)
                 values[i] = panel[i][lane];
             for (int i = 0; i < PACKED_GROUP; i += LANES)

@@ -38,6 +38,19 @@ INLINE float v_highest(floats a)
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+/* Whole numbers, and the floats of as many in float16. */
+typedef __m256i ints;
+
+INLINE ints i_bytes(const uint8_t *from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+INLINE ints i_signed_bytes(const int8_t *from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+INLINE ints i_and(ints a, int bits) { return _mm256_and_si256(a, _mm256_set1_epi32(bits)); }
+INLINE ints i_or(ints a, ints b) { return _mm256_or_si256(a, b); }
+INLINE ints i_left(ints a, const int count) { return _mm256_slli_epi32(a, count); }
+INLINE ints i_right(ints a, int count) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(count)); }
+INLINE floats v_of_ints(ints a) { return _mm256_cvtepi32_ps(a); }
+INLINE floats v_of_bits(ints a) { return _mm256_castsi256_ps(a); }
+INLINE floats half_floats(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
 /* 2 to the power of x; relative error below 4e-6, infinite from 128 up, exactly 0 from -126 down. */
 INLINE floats exp2_ps(floats x)
 {

@@ -226,7 +226,7 @@ static void multiply_many(const struct product *p)
 /* Many rows are turned in pairs of inputs, so that there must be no odd one. */
 void penstock_multiply(const struct product *p)
 {
-    if (p->bits < 16)
+    if (p->type != BF16)
         penstock_multiply_packed(p);
     else if (p->num_rows <= FEW_ROWS || p->num_inputs % 2)
         multiply_few(p);

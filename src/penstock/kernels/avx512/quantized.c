@@ -1,13 +1,13 @@
-/* Products of rows with a matrix of 8 or 4 bit codes as they lie, and rows of it unpacked to bfloat16.
+/* Products of rows with a matrix of codes as they lie, and rows of it unpacked to bfloat16.
  *
- * 16 outputs lie side by side, a lane each, in groups of 32 inputs. A code is a small whole number, which bfloat16
- * holds exactly: the dot products of a group are of codes, and its scale and lowest value come in once per group.
- * Few rows use the codes as they lie; many share a panel of them in bfloat16, that a thread has in its cache.
+ * 16 outputs lie side by side, a lane each, in groups of 32 inputs. A code stands for a small whole number, which bfloat16
+ * holds exactly: the dot products of a group are of those numbers, and its scales and lowest values come in once per group.
+ * One row uses the codes as they lie; several share a group, or a panel of all groups, that was brought to bfloat16 before.
  */
-#include "blocks.h"
+#include "codes.h"
 
 #define WIDE 2           /* blocks that are multiplied together */
-#define TALL 12          /* rows that are multiplied together with one block */
+#define TALL 12          /* rows that are multiplied together */
 #define TILE_ROWS 6      /* and with a panel */
 #define MANY 64          /* rows that pay for a panel */
 #define PART 192         /* rows that share it */
@@ -15,42 +15,6 @@
 #define AHEAD 8192       /* bytes that are asked for before they are needed, into the second cache */
 
 _Static_assert(PART % TALL == 0 && PART % TILE_ROWS == 0, "a tile would write rows of the next part");
-
-INLINE __m512 half_floats(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
-
-/* The whole numbers 0 to 15 in bfloat16, twice: whatever lies above the four bits is not looked at. */
-INLINE __m512i numbers_in_bf16(void)
-{
-    __m256i once = (__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(LANE_NUMBERS));
-    return _mm512_broadcast_i64x4(once);
-}
-
-/* The codes of one pair of inputs, in bfloat16. */
-INLINE __m512i int4_pair(__m512i words, const int which, __m512i numbers)
-{
-    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * which), numbers);
-}
-
-INLINE __m512i int8_pair(const int8_t *codes)
-{
-    __m512 one = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-    __m512 two = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + LANES))));
-    return (__m512i)_mm512_cvtne2ps_pbh(two, one);
-}
-
-INLINE __m512i pair_of_codes(const char *block, const int pair, __m512i numbers, const int is_int4)
-{
-    if (is_int4)
-        return int4_pair(_mm512_loadu_si512(((const struct int4_block *)block)->codes[pair / 4]), pair % 4, numbers);
-    return int8_pair(((const struct int8_block *)block)->codes[pair]);
-}
-
-INLINE __m512 block_scales(const char *block, const int is_int4)
-{
-    return half_floats(is_int4 ? ((const struct int4_block *)block)->scales : ((const struct int8_block *)block)->scales);
-}
-
-INLINE __m512 block_lowest(const char *block) { return half_floats(((const struct int4_block *)block)->lowest); }
 
 INLINE __m512i pair_of_inputs(const bf16 *row, int pair)
 {
@@ -60,147 +24,249 @@ INLINE __m512i pair_of_inputs(const bf16 *row, int pair)
 }
 
 /* A group of inputs of neighbouring blocks. */
-struct panel_group {
-    __m512i codes[NUM_PAIRS][WIDE];
-    __m512 scales[WIDE], lowest[WIDE];
+struct unpacked_group {
+    __m512i numbers[NUM_PAIRS][WIDE];
+    __m512 factors[4][WIDE]; /* the scales, then the lowest values, of those that there are */
 };
 
-INLINE const char *block_at(const struct product *p, int block, const int is_int4)
+INLINE size_t group_bytes(const int scales, const int lowest)
 {
-    return (const char *)p->weight + (size_t)block * (p->num_inputs / PACKED_GROUP) * block_bytes(is_int4);
+    return sizeof(__m512i) * WIDE * (NUM_PAIRS + scales * (1 + lowest));
 }
 
-INLINE int last_block(const struct product *p) { return (p->num_outputs - 1) / LANES; }
-
-INLINE void unpack_panel(const struct product *p, struct panel_group *panel, int block, const int is_int4)
+/* What is ahead of the codes of a group: past a block lies the one beside it, which is read already. */
+INLINE void ask_ahead(const char *block, size_t bytes, int group, int num_blocks, const enum type type)
 {
-    const __m512i numbers = numbers_in_bf16();
-    for (int b = 0; b < WIDE; b++) {
-        const char *at = block_at(p, smaller(block + b, last_block(p)), is_int4);
-        for (int group = 0; group < p->num_inputs / PACKED_GROUP; group++, at += block_bytes(is_int4)) {
-            for (int pair = 0; pair < NUM_PAIRS; pair++)
-                panel[group].codes[pair][b] = pair_of_codes(at, pair, numbers, is_int4);
-            panel[group].scales[b] = block_scales(at, is_int4);
-            panel[group].lowest[b] = is_int4 ? block_lowest(at) : _mm512_setzero_ps();
+    size_t at = group * code_bytes(type) + AHEAD;
+    at += at < bytes ? 0 : (num_blocks - 1) * bytes;
+    for (size_t line = 0; line < code_bytes(type); line += 64)
+        _mm_prefetch(block + at + line, _MM_HINT_T1);
+}
+
+INLINE void unpack_group(const struct product *p, int block, int group, int num_blocks, struct unpacked_group *to,
+                         const enum type type)
+{
+    const struct numbers numbers = numbers_of(type);
+    const int scales = num_scales(type);
+    size_t codes_of_block = num_groups_of(p) * code_bytes(type);
+    for (int b = 0; b < num_blocks; b++) {
+        const char *at = block_at(p, block + b, type);
+        ask_ahead(at, block_bytes(type, num_groups_of(p)), group, num_blocks, type);
+#pragma GCC unroll 16
+        for (int pair = 0; pair < NUM_PAIRS; pair++)
+            to->numbers[pair][b] = pair_of_numbers(at + group * code_bytes(type), pair, numbers, type);
+        struct factors_of_group factors = factors_at(at + codes_of_block, group, 0, format_of(type).factors);
+        for (int h = 0; h < scales; h++) {
+            to->factors[h][b] = factors.scales[h];
+            if (has_lowest(type))
+                to->factors[scales + h][b] = factors.lowest[h];
         }
     }
 }
 
-/* The outputs of `num_blocks` blocks, of `num_rows` rows; all but the first four are constants where this is inlined.
- * An output is added up in one order, whatever is computed beside it. */
-INLINE void multiply_tile(const struct product *p, const struct panel_group *panel, int row, int block,
-                          const int num_rows, const int num_blocks, const int is_int4, const int has_panel)
+/* One row, or two, with two blocks. An output is added up in one order, here and in tiles. */
+INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows, const enum type type)
 {
-    int num_groups = p->num_inputs / PACKED_GROUP;
-    size_t row_bytes = num_groups * block_bytes(is_int4); /* past them lies the block beside it, which is read already */
-    const __m512i numbers = numbers_in_bf16();
-    const char *codes_at[WIDE];
-    const bf16 *rows[TALL];
-    const float *group_sums[TALL];
-    __m512 totals[TALL][WIDE];
-    for (int b = 0; b < num_blocks; b++) /* past the last block it is read again, and not written */
-        codes_at[b] = block_at(p, smaller(block + b, last_block(p)), is_int4);
-    for (int r = 0; r < num_rows; r++) {
-        int of = smaller(row + r, p->num_rows - 1);
-        rows[r] = p->rows + (size_t)of * p->num_inputs;
-        group_sums[r] = p->group_sums + (size_t)of * num_groups;
-        for (int b = 0; b < num_blocks; b++)
-            totals[r][b] = _mm512_setzero_ps();
-    }
-    for (int group = 0; group < num_groups; group++, panel++) {
-        __m512 sums[TALL][WIDE];
-        size_t ahead = AHEAD + (group * block_bytes(is_int4) + AHEAD < row_bytes ? 0 : (num_blocks - 1) * row_bytes);
-        for (int b = 0; b < num_blocks; b++) {
-            for (int r = 0; r < num_rows; r++)
-                sums[r][b] = _mm512_setzero_ps();
-            for (size_t line = 0; line < block_bytes(is_int4) && !has_panel; line += 64)
-                _mm_prefetch(codes_at[b] + ahead + line, _MM_HINT_T1);
+    const struct numbers numbers = numbers_of(type);
+    const int scales = num_scales(type);
+    int num_groups = num_groups_of(p);
+    const bf16 *inputs = p->rows + (size_t)row * p->num_inputs;
+    const float *group_sums = p->group_sums + (size_t)row * num_groups * scales;
+    const char *blocks[WIDE];
+    __m512 totals[2][WIDE];
+    for (int b = 0; b < WIDE; b++) /* past the last block it is read again, and not written */
+        blocks[b] = block_at(p, block + b, type), totals[0][b] = totals[1][b] = v_zero();
+    for (int group = 0; group < num_groups; group++) {
+        __m512 sums[2][2][WIDE];
+        for (int b = 0; b < WIDE; b++) {
+            for (int h = 0; h < 2; h++)
+                sums[h][0][b] = sums[h][1][b] = v_zero();
+            ask_ahead(blocks[b], block_bytes(type, num_groups), group, WIDE, type);
         }
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++) {
-            __m512i codes[WIDE];
-            for (int b = 0; b < num_blocks; b++)
-                codes[b] = has_panel ? panel->codes[pair][b] : pair_of_codes(codes_at[b], pair, numbers, is_int4);
+            __m512i found[WIDE];
+            for (int b = 0; b < WIDE; b++)
+                found[b] = pair_of_numbers(blocks[b] + group * code_bytes(type), pair, numbers, type);
             for (int r = 0; r < num_rows; r++) {
-                __m512i inputs = pair_of_inputs(rows[r], group * NUM_PAIRS + pair);
-                for (int b = 0; b < num_blocks; b++)
-                    sums[r][b] = dot(sums[r][b], codes[b], inputs);
+                __m512i both = pair_of_inputs(inputs + (size_t)r * p->num_inputs, group * NUM_PAIRS + pair);
+                __m512 *to = sums[pair * scales / NUM_PAIRS][r];
+                for (int b = 0; b < WIDE; b++)
+                    to[b] = dot(to[b], found[b], both);
             }
         }
-        for (int b = 0; b < num_blocks; b++) {
-            __m512 scales = has_panel ? panel->scales[b] : block_scales(codes_at[b], is_int4);
-            for (int r = 0; r < num_rows; r++)
-                totals[r][b] = _mm512_fmadd_ps(scales, sums[r][b], totals[r][b]);
-            for (int r = 0; r < num_rows && is_int4; r++) {
-                __m512 lowest = has_panel ? panel->lowest[b] : block_lowest(codes_at[b]);
-                totals[r][b] = _mm512_fmadd_ps(lowest, _mm512_set1_ps(group_sums[r][group]), totals[r][b]);
-            }
-            codes_at[b] += block_bytes(is_int4);
+        for (int b = 0; b < WIDE; b++) {
+            const char *factors_of = blocks[b] + num_groups * code_bytes(type);
+            struct factors_of_group factors = factors_at(factors_of, group, 0, format_of(type).factors);
+            for (int h = 0; h < scales; h++)
+                for (int r = 0; r < num_rows; r++) {
+                    totals[r][b] = v_mul_add(factors.scales[h], sums[h][r][b], totals[r][b]);
+                    if (has_lowest(type)) {
+                        float sum = group_sums[((size_t)r * num_groups + group) * scales + h];
+                        totals[r][b] = v_mul_add(factors.lowest[h], v_all(sum), totals[r][b]);
+                    }
+                }
         }
     }
-    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        for (int b = 0; b < num_blocks && block + b <= last_block(p); b++) {
+    for (int r = 0; r < num_rows; r++)
+        for (int b = 0; b < WIDE && block + b <= last_block(p); b++) {
             int output = (block + b) * LANES;
             write_values(p, totals[r][b], row + r, output, smaller(LANES, p->num_outputs - output));
         }
 }
 
-/* Few rows leave registers for two blocks, whose sums need not wait for each other. */
-INLINE void multiply_blocks(const struct product *p, int first, int end, int block, const int is_int4)
+struct of_type {
+    void (*multiply_one)(const struct product *p, int row, int block);
+    void (*multiply_two)(const struct product *p, int row, int block);
+    void (*unpack_group)(const struct product *p, int block, int group, int num_blocks, struct unpacked_group *to);
+};
+
+#define FUNCTIONS(TYPE)                                                                                            \
+    static __attribute__((noinline)) void multiply_one_##TYPE(const struct product *p, int row, int block)        \
+    {                                                                                                              \
+        multiply_rows(p, row, block, 1, TYPE);                                                                     \
+    }                                                                                                              \
+    static __attribute__((noinline)) void multiply_two_##TYPE(const struct product *p, int row, int block)        \
+    {                                                                                                              \
+        multiply_rows(p, row, block, 2, TYPE);                                                                     \
+    }                                                                                                              \
+    static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group,      \
+                                                              int num_blocks, struct unpacked_group *to)          \
+    {                                                                                                              \
+        unpack_group(p, block, group, num_blocks, to, TYPE);                                                       \
+    }
+EACH_TYPE(FUNCTIONS)
+
+static const struct of_type types[] = {
+#define ENTRY(TYPE) [TYPE] = {multiply_one_##TYPE, multiply_two_##TYPE, unpack_group_##TYPE},
+    EACH_TYPE(ENTRY)
+};
+
+/* Several rows with two blocks: with a panel, or with each group as it is unpacked. All but the first four are constants where
+ * this is inlined. */
+INLINE void multiply_tile(const struct product *p, const char *panel, int row, int block, const int num_rows,
+                          const int scales, const int lowest)
 {
-    int num_blocks = smaller(WIDE, last_block(p) + 1 - block);
+    int num_groups = num_groups_of(p);
+    const bf16 *rows[TALL];
+    const float *group_sums[TALL];
+    __m512 totals[TALL][WIDE];
+    struct unpacked_group unpacked;
+    for (int r = 0; r < num_rows; r++) {
+        int of = smaller(row + r, p->num_rows - 1);
+        rows[r] = p->rows + (size_t)of * p->num_inputs;
+        group_sums[r] = p->group_sums + (size_t)of * num_groups * scales;
+        for (int b = 0; b < WIDE; b++)
+            totals[r][b] = v_zero();
+    }
+    for (int group = 0; group < num_groups; group++) {
+        const struct unpacked_group *with = (const void *)(panel + group * group_bytes(scales, lowest));
+        if (!panel) {
+            types[p->type].unpack_group(p, block, group, WIDE, &unpacked);
+            with = &unpacked;
+        }
+        __m512 sums[TALL][WIDE];
+        for (int h = 0; h < scales; h++) {
+            for (int r = 0; r < num_rows; r++)
+                for (int b = 0; b < WIDE; b++)
+                    sums[r][b] = v_zero();
+#pragma GCC unroll 16
+            for (int i = 0; i < NUM_PAIRS / scales; i++) {
+                const int pair = h * NUM_PAIRS / scales + i;
+                for (int r = 0; r < num_rows; r++) {
+                    __m512i inputs = pair_of_inputs(rows[r], group * NUM_PAIRS + pair);
+                    for (int b = 0; b < WIDE; b++)
+                        sums[r][b] = dot(sums[r][b], with->numbers[pair][b], inputs);
+                }
+            }
+            for (int b = 0; b < WIDE; b++)
+                for (int r = 0; r < num_rows; r++) {
+                    totals[r][b] = v_mul_add(with->factors[h][b], sums[r][b], totals[r][b]);
+                    if (lowest)
+                        totals[r][b] = v_mul_add(with->factors[scales + h][b], v_all(group_sums[r][group * scales + h]), totals[r][b]);
+                }
+        }
+    }
+    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
+        for (int b = 0; b < WIDE && block + b <= last_block(p); b++) {
+            int output = (block + b) * LANES;
+            write_values(p, totals[r][b], row + r, output, smaller(LANES, p->num_outputs - output));
+        }
+}
+
+INLINE void multiply_blocks(const struct product *p, int first, int end, int block, const int scales, const int lowest)
+{
     for (int row = first; row < end; row += TALL)
         switch (smaller(TALL, end - row)) {
-        case 1: multiply_tile(p, NULL, row, block, 1, WIDE, is_int4, 0); break;
-        case 2: multiply_tile(p, NULL, row, block, 2, WIDE, is_int4, 0); break;
+        case 1: types[p->type].multiply_one(p, row, block); break;
+        case 2: types[p->type].multiply_two(p, row, block); break;
         case 3:
-        case 4: multiply_tile(p, NULL, row, block, 4, WIDE, is_int4, 0); break;
-        default:
-            for (int b = 0; b < num_blocks; b++)
-                if (end - row <= 8)
-                    multiply_tile(p, NULL, row, block + b, 8, 1, is_int4, 0);
-                else
-                    multiply_tile(p, NULL, row, block + b, TALL, 1, is_int4, 0);
+        case 4: multiply_tile(p, NULL, row, block, 4, scales, lowest); break;
+        case 5:
+        case 6:
+        case 7:
+        case 8: multiply_tile(p, NULL, row, block, 8, scales, lowest); break;
+        default: multiply_tile(p, NULL, row, block, TALL, scales, lowest);
         }
 }
 
 INLINE int num_columns(const struct product *p) { return (p->num_outputs + WIDE * LANES - 1) / (WIDE * LANES); }
 
-INLINE size_t panel_bytes(int num_inputs) { return num_inputs / PACKED_GROUP * sizeof(struct panel_group); }
+INLINE size_t panel_bytes(int num_inputs, const int scales, const int lowest)
+{
+    return num_inputs / PACKED_GROUP * group_bytes(scales, lowest);
+}
 
-/* Enough for products with fewer inputs too: those have a panel where this one has none. */
+/* Enough for products with fewer inputs too, of any type: those have a panel where this one has none. */
 int64_t penstock_panels_bytes(int num_inputs, int num_threads)
 {
-    size_t bytes = panel_bytes(num_inputs);
+    size_t bytes = panel_bytes(num_inputs, 2, 1);
     return (bytes > MAX_PANEL_BYTES ? MAX_PANEL_BYTES : bytes) * num_threads;
 }
 
 /* An item is a part of the rows by two blocks; those of a part follow one another, so that its rows stay in the cache. */
-INLINE void multiply_item(const struct product *p, struct panel_group *panel, int item, const int is_int4)
+INLINE void multiply_item(const struct product *p, char *panel, int item, const int scales, const int lowest)
 {
     int first = item / num_columns(p) * PART, end = smaller(first + PART, p->num_rows);
     int block = item % num_columns(p) * WIDE;
     if (!panel || end - first < MANY) {
-        multiply_blocks(p, first, end, block, is_int4);
+        multiply_blocks(p, first, end, block, scales, lowest);
         return;
     }
-    unpack_panel(p, panel, block, is_int4);
+    for (int group = 0; group < num_groups_of(p); group++)
+        types[p->type].unpack_group(p, block, group, WIDE, (void *)(panel + group * group_bytes(scales, lowest)));
     for (int row = first; row < end; row += TILE_ROWS)
-        multiply_tile(p, panel, row, block, TILE_ROWS, WIDE, is_int4, 1);
+        multiply_tile(p, panel, row, block, TILE_ROWS, scales, lowest);
+}
+
+/* One of each, not one wherever it is called. */
+#define SOME(SCALES, LOWEST)                                                                                       \
+    static __attribute__((noinline)) void multiply_item_##SCALES##_##LOWEST(const struct product *p, char *panel, int item) \
+    {                                                                                                              \
+        multiply_item(p, panel, item, SCALES, LOWEST);                                                             \
+    }
+SOME(1, 0)
+SOME(1, 1)
+SOME(2, 0)
+SOME(2, 1)
+
+static void multiply_one_item(const struct product *p, char *panel, int item)
+{
+    if (num_scales(p->type) == 1)
+        (has_lowest(p->type) ? multiply_item_1_1 : multiply_item_1_0)(p, panel, item);
+    else
+        (has_lowest(p->type) ? multiply_item_2_1 : multiply_item_2_0)(p, panel, item);
 }
 
 static void multiply_items(const void *of, int first, int end)
 {
-    const struct product *p = of;
     for (int item = first; item < end; item++)
-        if (p->bits == 4)
-            multiply_item(p, NULL, item, 1);
-        else
-            multiply_item(p, NULL, item, 0);
+        multiply_one_item(of, NULL, item);
 }
 
 struct with_panels {
     const struct product *of;
+    size_t panel_bytes;
     atomic_int next_item, next_panel;
     int num_items;
 };
@@ -208,83 +274,73 @@ struct with_panels {
 static void run_with_panels(void *data)
 {
     struct with_panels *job = data;
-    const struct product *p = job->of;
-    struct panel_group *panel = (void *)((char *)p->workspace + atomic_fetch_add(&job->next_panel, 1) * panel_bytes(p->num_inputs));
+    char *panel = (char *)job->of->workspace + atomic_fetch_add(&job->next_panel, 1) * job->panel_bytes;
     for (int item; (item = atomic_fetch_add(&job->next_item, 1)) < job->num_items;)
-        if (p->bits == 4)
-            multiply_item(p, panel, item, 1);
-        else
-            multiply_item(p, panel, item, 0);
+        multiply_one_item(job->of, panel, item);
 }
 
-/* What the lowest value of a group is multiplied with: the sum of its inputs. */
+/* What the lowest value of a group, or of half of one, is multiplied with: the sum of its inputs. */
 static void sum_groups(const void *of, int first, int end)
 {
     const struct product *p = of;
-    size_t num_groups = p->num_inputs / PACKED_GROUP;
-    for (size_t group = first * num_groups; group < end * num_groups; group++) {
-        const bf16 *from = p->rows + group * PACKED_GROUP;
-        __m512 pairs = _mm512_add_ps(load_floats(from, LANES), load_floats(from + LANES, LANES));
-        p->group_sums[group] = _mm512_reduce_add_ps(pairs);
+    size_t num_halves = p->num_inputs / LANES;
+    int scales = num_scales(p->type);
+    for (size_t half = first * num_halves; half < end * num_halves; half += 2) {
+        __m512 one = load_floats(p->rows + half * LANES, LANES), two = load_floats(p->rows + (half + 1) * LANES, LANES);
+        if (scales == 1) {
+            p->group_sums[half / 2] = v_sum(v_add(one, two));
+        } else {
+            p->group_sums[half] = v_sum(one);
+            p->group_sums[half + 1] = v_sum(two);
+        }
     }
 }
 
 void penstock_multiply_packed(const struct product *p)
 {
     int num_items = (p->num_rows + PART - 1) / PART * num_columns(p);
-    size_t bytes = WIDE * p->num_inputs / PACKED_GROUP * block_bytes(p->bits == 4);
-    if (p->bits == 4)
-        share_rows(sum_groups, p, p->num_rows, sizeof(bf16) * p->num_inputs, p->parallel, p->num_threads);
-    if (p->num_rows < MANY || panel_bytes(p->num_inputs) > MAX_PANEL_BYTES) {
-        share_rows(multiply_items, p, num_items, bytes, p->parallel, p->num_threads);
-        return;
-    }
     struct with_panels job = {.of = p, .num_items = num_items};
-    if (p->num_threads > 1)
+    job.panel_bytes = panel_bytes(p->num_inputs, num_scales(p->type), has_lowest(p->type));
+    if (has_lowest(p->type))
+        share_rows(sum_groups, p, p->num_rows, sizeof(bf16) * p->num_inputs, p->parallel, p->num_threads);
+    if (p->num_rows < MANY || job.panel_bytes > MAX_PANEL_BYTES)
+        share_rows(multiply_items, p, num_items, WIDE * block_bytes(p->type, num_groups_of(p)), p->parallel, p->num_threads);
+    else if (p->num_threads > 1)
         p->parallel(run_with_panels, &job, p->num_threads, 0);
     else
         run_with_panels(&job);
 }
 
-/* A pair of codes in each lane to a pair of values. */
-INLINE __m512 pair_of_values(__m512i codes, __m512 scales, __m512 lowest)
+/* A pair of numbers in each lane to a pair of values. */
+INLINE __m512 pair_of_values(__m512i numbers, __m512 scales, __m512 lowest)
 {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512 one = _mm512_castsi512_ps(_mm512_slli_epi32(codes, 16));
-    __m512 two = _mm512_castsi512_ps(_mm512_and_si512(codes, _mm512_set1_epi32((int)0xffff0000)));
-    one = _mm512_fmadd_ps(one, scales, lowest);
-    two = _mm512_fmadd_ps(two, scales, lowest);
+    __m512 one = _mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16));
+    __m512 two = _mm512_castsi512_ps(_mm512_and_si512(numbers, _mm512_set1_epi32((int)0xffff0000)));
+    one = v_mul_add(one, scales, lowest);
+    two = v_mul_add(two, scales, lowest);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(two, one)));
-}
-
-/* 16 rows of 32 values: lane i of register j holds pair i of row j. */
-INLINE void unpack_block(const char *at, __m512 *rows, const int is_int4)
-{
-    const __m512i numbers = numbers_in_bf16();
-    __m512 scales = block_scales(at, is_int4), lowest = is_int4 ? block_lowest(at) : _mm512_setzero_ps();
-#pragma GCC unroll 16
-    for (int pair = 0; pair < NUM_PAIRS; pair++)
-        rows[pair] = pair_of_values(pair_of_codes(at, pair, numbers, is_int4), scales, lowest);
-    transpose(rows);
 }
 
 static void unpack_wanted(const void *of, int first, int end)
 {
     const struct unpacking *u = of;
-    int num_groups = u->num_inputs / PACKED_GROUP;
-    for (int row = first; row < end; row++) {
-        int lane = u->ids[row] % LANES;
-        const char *at = u->blocks + (size_t)(u->ids[row] / LANES) * num_groups * block_bytes(u->bits == 4);
-        for (int group = 0; group < num_groups; group++, at += block_bytes(u->bits == 4)) {
-            __m512 rows[LANES];
-            if (u->bits == 4)
-                unpack_block(at, rows, 1);
-            else
-                unpack_block(at, rows, 0);
-            _mm512_storeu_ps(u->out + (size_t)row * u->num_inputs + group * PACKED_GROUP, rows[lane]);
+    const struct product p = {.weight = u->weight, .type = u->type, .num_inputs = u->num_inputs, .num_outputs = INT32_MAX};
+    const int scales = num_scales(u->type);
+    for (int row = first; row < end; row++)
+        for (int group = 0; group < num_groups_of(&p); group++) {
+            struct unpacked_group with;
+            __m512 rows[LANES]; /* lane i of register j holds pair i of row j */
+            types[u->type].unpack_group(&p, u->ids[row] / LANES, group, 1, &with);
+            for (int pair = 0; pair < NUM_PAIRS; pair++) {
+                int half = pair * scales / NUM_PAIRS;
+                __m512 lowest = has_lowest(u->type) ? with.factors[scales + half][0] : v_zero();
+                rows[pair] = pair_of_values(with.numbers[pair][0], with.factors[half][0], lowest);
+            }
+            transpose(rows);
+            _mm512_storeu_ps(u->out + (size_t)row * u->num_inputs + group * PACKED_GROUP, rows[u->ids[row] % LANES]);
         }
-    }
 }
 
 void penstock_unpack_rows(const struct unpacking *u)

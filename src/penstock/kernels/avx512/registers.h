@@ -22,6 +22,19 @@ INLINE floats v_mul_sub(floats a, floats b, floats c) { return _mm512_fmsub_ps(a
 INLINE float v_first(floats a) { return _mm512_cvtss_f32(a); }
 INLINE float v_sum(floats a) { return _mm512_reduce_add_ps(a); }
 
+/* Whole numbers, and the floats of as many in float16. */
+typedef __m512i ints;
+
+INLINE ints i_bytes(const uint8_t *from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE ints i_signed_bytes(const int8_t *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE ints i_and(ints a, int bits) { return _mm512_and_si512(a, _mm512_set1_epi32(bits)); }
+INLINE ints i_or(ints a, ints b) { return _mm512_or_si512(a, b); }
+INLINE ints i_left(ints a, const int count) { return _mm512_slli_epi32(a, count); }
+INLINE ints i_right(ints a, int count) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(count)); }
+INLINE floats v_of_ints(ints a) { return _mm512_cvtepi32_ps(a); }
+INLINE floats v_of_bits(ints a) { return _mm512_castsi512_ps(a); }
+INLINE floats half_floats(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+
 /* 2 to the power of x; relative error below 4e-6, exactly 0 far below. */
 INLINE __m512 exp2_ps(__m512 x)
 {
