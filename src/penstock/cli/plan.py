@@ -46,7 +46,7 @@ def plan(
         model, parts or (PROMPT_TOKENS if prompt_tokens is None else prompt_tokens), engine_config(settings)
     )
     if json:
-        print(PlanReport.of(found).model_dump_json(indent=2))
+        print(PlanReport.of(found).to_json())
     else:
         _show(report_console(), found)
     raise typer.Exit(EXIT_OK if found.prompt.fits else EXIT_DOES_NOT_FIT)

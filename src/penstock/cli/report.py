@@ -83,7 +83,6 @@ class RunReport(Document):
 
 class PlanReport(Document):
     model: str  # as it was named
-    adapter: str | None  # its name; null: the weights are the model's own
     lane: TraceLane  # the facts of the lane
     prompt_tokens: int  # as given
     chunk_size: int  # the largest chunk
@@ -97,6 +96,7 @@ class PlanReport(Document):
     peak_bytes: int  # the highest over the chunks
     fits: bool  # both the budget and the context
     adjustments: list[str]  # every value that had to be changed
+    adapter: str | None = None  # its name; only where --adapter was given
 
     @classmethod
     def of(cls, plan: ModelPlan) -> PlanReport:
@@ -108,3 +108,6 @@ class PlanReport(Document):
             lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
         )
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2, exclude={"adapter"} if self.adapter is None else None)
