@@ -101,12 +101,15 @@ def names_of_module(name: str) -> set[str]:
 
 @cache
 def modules_by_name() -> dict[str, set[str]]:
-    """Functions and classes of the package, wherever they are nested -> the files that define them."""
+    """Functions and classes, wherever they are nested, and values of modules -> the files that define them."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
+        place = path.relative_to(SOURCE).as_posix()
+        for name in names_of_module(place.removesuffix(".py")):
+            found.setdefault(name, set()).add(place)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.setdefault(node.name, set()).add(path.relative_to(SOURCE).as_posix())
+                found.setdefault(node.name, set()).add(place)
     return found
 
 
