@@ -28,8 +28,8 @@ MODULES = {
     "llama_cpp": "llama-cpp-python",
     "triton": "torch",
 }
-# What a device or a peer brings, asked for by name and used through another library.
-INDIRECT = {"flashinfer-python", "fla-core", "llama-cpp-python"}
+# What a device, a peer or a form brings, asked for by name and used through another library.
+INDIRECT = {"flashinfer-python", "fla-core", "llama-cpp-python", "python-multipart"}
 
 
 def names(requirements: list[str]) -> set[str]:

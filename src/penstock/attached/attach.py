@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
-from penstock.attached.reading import Bounds, OnProgress, Reading, TextReader
+from penstock.attached.reading import ChunkBounds, OnProgress, Reading, TextReader
 from penstock.attached.source import SourceReader
 from penstock.config import EngineConfig, parse_bytes
 from penstock.errors import InvalidSetting, UnsupportedModel
@@ -25,7 +25,7 @@ def attach(
     _require_model(model)
     if attached(model) is not None:
         raise InvalidSetting("The model is attached already; call penstock.detach(model) first.")
-    bounds = Bounds(
+    bounds = ChunkBounds(
         chunk_size=_largest_chunk_size(chunk_size, memory),
         budget_bytes=None if memory is None else parse_bytes(memory),
         on_progress=on_progress,

@@ -47,7 +47,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class ChunkBounds:
     """What bounds a chunk, and who is told of it."""
 
     chunk_size: int
@@ -117,7 +117,7 @@ class Chunks:
 class TextReader:
     """Reads the prompts of text, and of text with images, that `generate` hands to the model's forward."""
 
-    def __init__(self, model: Any, bounds: Bounds) -> None:
+    def __init__(self, model: Any, bounds: ChunkBounds) -> None:
         _require_exact(model, check_attached(model))
         self.model = model
         self.bounds = bounds

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.attached.memory import held_bytes
-from penstock.attached.reading import Bounds, Chunks, Reading
+from penstock.attached.reading import ChunkBounds, Chunks, Reading
 from penstock.config import MIB
 from penstock.errors import InvalidSetting, PromptTooLong, UnsupportedModel
 from penstock.foreign.forward import Cached, CachedForward, TextCall, cache_in, num_tokens, read_in_chunks
@@ -26,7 +26,7 @@ REFUSED = ("output_hidden_states", "output_attentions")
 class SourceReader:
     """Reads the sources that `generate` hands to the model's encoder, and long prompts of its decoder."""
 
-    def __init__(self, model: Any, bounds: Bounds) -> None:
+    def __init__(self, model: Any, bounds: ChunkBounds) -> None:
         found = check_encoder(model, is_loaded=True)
         if not found.exact:
             raise UnsupportedModel(

@@ -22,7 +22,7 @@ LLAMA_CPP_BATCH = 2048  # tokens of one call
 LLAMA_CPP_UBATCH = 512  # tokens computed at once; its default, and the fastest on two cores
 
 
-class Adapter(ABC):
+class PeerAdapter(ABC):
     """Each of its public methods may be asked for by name."""
 
     library: ClassVar[str]
@@ -46,7 +46,7 @@ class Adapter(ABC):
         }
 
 
-class Penstock(Adapter):
+class Penstock(PeerAdapter):
     library = "penstock.engine.engine"  # before torch, whose threads it tells how to wait
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Penstock(Adapter):
         return [-entry.logprob for entry in found or () if entry is not None]
 
 
-class Transformers(Adapter):
+class Transformers(PeerAdapter):
     """`generate` as users call it: SDPA, its own cache, and its own way to chunk where a chunk size is given."""
 
     library = "transformers.modeling_utils"
@@ -131,7 +131,7 @@ class _Clock:
         pass
 
 
-class LlamaCpp(Adapter):
+class LlamaCpp(PeerAdapter):
     """Its C interface, greedy, with flash attention and a 16-bit cache: no sampler and no copy of logits in between."""
 
     library = "llama_cpp"
@@ -202,7 +202,7 @@ def _silenced(library: Any) -> Any:
     return quiet
 
 
-ADAPTERS: dict[str, type[Adapter]] = {"penstock": Penstock, "transformers": Transformers, "llama.cpp": LlamaCpp}
+ADAPTERS: dict[str, type[PeerAdapter]] = {"penstock": Penstock, "transformers": Transformers, "llama.cpp": LlamaCpp}
 CONVERTERS = {"transformers": convert_for_transformers, "llama.cpp": convert_for_llama_cpp}
 
 

@@ -40,7 +40,7 @@ class Attending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CapturedPiece:
     graph: torch.cuda.CUDAGraph
     then: Attending | None  # None: it is the last piece
 
@@ -54,7 +54,7 @@ class StepPieces:
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
         self._tokens = PaddedTokens(attention.max_rows, decoder.device)
         self._hidden: torch.Tensor | None = None  # of any capture; None: nothing is captured
-        self._captured: dict[int, tuple[Piece, ...]] = {}
+        self._captured: dict[int, tuple[CapturedPiece, ...]] = {}
 
     def fits(self, inputs: ForwardInputs) -> bool:
         """Tells whether the step was captured ahead of time: capturing takes longer than launching once."""
@@ -84,7 +84,7 @@ class StepPieces:
         self.attention.prepare()
         width, dtype = self.decoder.spec.hidden_size, self.decoder.dtype
         self._hidden = torch.empty(self.attention.max_rows, width, dtype=dtype, device=self.decoder.device)
-        found: dict[int, tuple[Piece, ...]] = {}
+        found: dict[int, tuple[CapturedPiece, ...]] = {}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         pool: Any = None  # one pool of memory for all captures: no two are replayed at once
@@ -144,10 +144,10 @@ class _Capture(_Dry):
     def __init__(self, attention: PiecewiseAttention, size: int, pool: Any) -> None:
         super().__init__(attention, size)
         self.pool = pool
-        self._pieces: list[Piece] = []
+        self._pieces: list[CapturedPiece] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, decoder: Decoder, inputs: ForwardInputs, out_TM: torch.Tensor) -> tuple[Piece, ...]:
+    def capture(self, decoder: Decoder, inputs: ForwardInputs, out_TM: torch.Tensor) -> tuple[CapturedPiece, ...]:
         self._begin()
         try:
             out_TM.copy_(decoder.forward(inputs, self))
@@ -172,7 +172,7 @@ class _Capture(_Dry):
         assert self._graph is not None
         self._graph.capture_end()
         self.pool = self._graph.pool()
-        self._pieces.append(Piece(graph=self._graph, then=then))
+        self._pieces.append(CapturedPiece(graph=self._graph, then=then))
 
     def _abandon(self) -> None:
         """Ends the capture under way, so that the error is told and not that a capture is under way."""

@@ -142,7 +142,7 @@ class Experts:
         return self.scaled(weights_TA, experts_TA).to(x_TM.dtype), experts_TA
 
     def reading(self, hidden_TM: torch.Tensor, num_real_1: torch.Tensor | None) -> Experts:
-        """The same for one step, whose hidden states the router may read with a norm of its own."""
+        """Prepares one step, whose hidden states the router may read with a norm of its own."""
         routed_TM = None if self.routed_norm is None else self.routed_norm(hidden_TM, self.down_EMF.dtype)
         return replace(self, routed_TM=routed_TM, num_real_1=num_real_1)
 

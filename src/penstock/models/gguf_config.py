@@ -117,7 +117,7 @@ def _kind(family: Architecture, stems: set[str]) -> str:
 
 
 def _intermediate_size(keys: Keys, family: Architecture) -> int:
-    """Of the plain MLPs; where all layers have experts, what the file says is used by nothing."""
+    """Reads the width of the plain MLPs; where all layers have experts, what the file says is used by nothing."""
     stored = keys.raw("feed_forward_length")
     has_none = stored in (None, 0) or (isinstance(stored, list) and not any(stored))
     key = (

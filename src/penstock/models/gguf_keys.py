@@ -29,7 +29,7 @@ class Keys:
     def integer(
         self, key: str, default: int | None = None, *, skips_zeros: bool = False, layer: int | None = None
     ) -> int:
-        """Of a list with an entry for each layer: the one of all, or of `layer`; zeros are of layers that have none."""
+        """Reads one number; of a list, that of all layers or of `layer`. Zeros are of layers that have none."""
         value = self.raw(key, default)
         if isinstance(value, list) and layer is not None:
             value = value[layer] if layer < len(value) else None

@@ -181,7 +181,7 @@ class _Layouts:
         return HfTensor(shape=_turned(shape, is_turned), pieces=tuple(placed), is_turned=is_turned)
 
     def _value_heads(self) -> tuple[int, int, int, int]:
-        """(key heads, value heads of each, size of a key, size of a value)."""
+        """Gives the key heads, the value heads of each, the size of a key and that of a value."""
         keys, values = self._keys.integer("ssm.group_count"), self._keys.integer("ssm.time_step_rank")
         inner = self._keys.integer("ssm.inner_size")
         if values % keys or inner % values:

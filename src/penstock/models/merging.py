@@ -189,7 +189,7 @@ class Merge:
         )
 
     def _add(self, matrix_OI: torch.Tensor, product: Product) -> None:
-        """In float32 and in slices; the matrix keeps its type."""
+        """Adds a product in float32 and in slices; the matrix keeps its type."""
         a_RI, b_OR = (self._read(name).to(matrix_OI.device) for name in (product.parts.a, product.parts.b))
         if product.expert is not None:
             rank = self._adapter.rank(product.module)

@@ -167,7 +167,7 @@ class QuantizedRows:
         return QuantizedRows(matrix=self.matrix, outputs_N=self.outputs_N[first : first + count])
 
     def taking(self, order_N: np.ndarray) -> QuantizedRows:
-        """The same place for rows of another order: what goes first is row `order_N[0]` of those that are stored."""
+        """Takes rows in another order: what goes first is row `order_N[0]` of those that are stored."""
         outputs_N = np.empty_like(self.outputs_N)
         outputs_N[order_N] = self.outputs_N
         return QuantizedRows(matrix=self.matrix, outputs_N=outputs_N)

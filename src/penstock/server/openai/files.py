@@ -20,12 +20,12 @@ NAME_LENGTH = 255
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
-class Named(Protocol):
+class WithId(Protocol):
     @property
     def id(self) -> str: ...
 
 
-T = TypeVar("T", bound=Named)
+T = TypeVar("T", bound=WithId)
 
 
 class FileList(BaseModel):
