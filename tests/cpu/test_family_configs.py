@@ -29,6 +29,28 @@ def test_a_family_runs_natively_with_the_config_that_its_class_has_by_itself(mod
     assert (lane.id, lane.reason) == ("optimized-native-text", f"{model_type} has a native decoder")
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("qwen3-5", {"hidden_act": "gelu"}),
+        ("lfm2", {"conv_L_cache": 1}),
+        ("mistral-sliding", {"sliding_window": 0}),
+        ("glm", {"head_dim": 6}),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}}),
+    ],
+)
+def test_what_would_change_the_numbers_and_has_no_native_form_goes_to_another_lane(name, values):
+    assert pick_lane(stored(CONFIGS[name]()) | values, None).id == "transformers-generic-text"
+
+
+def test_what_a_class_does_not_look_at_changes_nothing():
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    for name, num_rotated in (("llama", 16), ("glm", 12)):
+        spec = decoder_spec(stored(CONFIGS[name]()) | {"rope_parameters": parameters})
+        assert spec.rotaries["global"].num_dims == num_rotated
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_tiny_model_of_a_family_is_of_the_native_lane(name):
     assert pick_lane(stored(CONFIGS[name]()), None).id == "optimized-native-text"

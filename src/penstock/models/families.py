@@ -297,6 +297,7 @@ FAMILIES: Mapping[str, Family] = {
         full_every=("sliding_window_pattern", "_sliding_window_pattern", 6),
         traits={**_GEMMA, "qk_norm": "head"},
         defaults={**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        known={"use_bidirectional_attention": False},
         has_local_rotary=True,
     ),
     "gemma4_text": Family(

@@ -35,6 +35,10 @@ ROTARY_SECTIONS = {
     "qwen3_5_text": (11, 11, 10),
     "qwen3_5_moe_text": (11, 11, 10),
 }
+# Where a part of a head is rotated if the config says so; other classes of transformers do not look.
+PARTLY_ROTATED = frozenset(
+    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "phi3", "bamba", "glm", "glm4", "nemotron", "stablelm")
+)
 IN_TURNS = frozenset(ROTARY_SECTIONS) - {"qwen2_5_vl_text"}  # whose axes take turns
 
 
@@ -303,8 +307,10 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
     if num_heads % num_kv_heads or min(num_layers, num_heads, hidden_size, head_size) < 1:
         raise ValueError(f"{num_heads} heads of {head_size} over {num_kv_heads} key-value heads")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if activation not in family.activations:
-        raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(family.activations)}.")
+    # Recurrent layers beside MLPs take the MLPs' activation; their native form has one.
+    is_hybrid = family.recurrent in ("delta", "mamba") and not family.has_one_part
+    if activation not in (activations := ("silu",) if is_hybrid else family.activations):
+        raise UnsupportedModel(f"The activation {activation!r} is not one of {', '.join(activations)}.")
     by_layer = _heads(config, num_layers, num_kv_heads, head_size)
     if is_gemma4:
         by_layer = [heads | more for heads, more in zip(by_layer, gemma4_layers(config, by_layer), strict=True)]
@@ -434,6 +440,8 @@ def _layers(
         kinds = _layer_types(family, config, num_layers)
     rotaries = {"sliding_attention": "local"} if family.has_local_rotary else {}
     kinds = kinds[:num_layers]
+    if window == 0 and "sliding_attention" in kinds:
+        raise UnsupportedModel("Windows of 0 tokens have no native form.")
     rotates_all = family.rotates == "all" or (family.rotates == "windows" and not window)
     return tuple(
         LayerSpec(
@@ -500,6 +508,8 @@ def _sigmoid(family: Family, config: Mapping[str, Any]) -> SigmoidRouting:
 
 
 def _recurrent(model_type: str, family: Family, config: Mapping[str, Any]) -> RecurrentSpec | None:
+    if int(config.get("conv_L_cache") or 2) < 2:
+        raise UnsupportedModel("Convolutions over one token alone have no native form.")
     if family.recurrent == "delta":
         key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
         if value_heads % key_heads:
@@ -549,7 +559,7 @@ def _float(value: Any) -> float:
 
 
 def _has_experts(family: Family, config: Mapping[str, Any], layer: int) -> bool:
-    if family.experts is None or config.get("num_local_experts") == 0:
+    if family.experts is None or 0 in (config.get("num_local_experts"), config.get("num_experts")):
         return False
     is_dense = layer in (config.get("mlp_only_layers") or ()) or layer < int(config.get("num_dense_layers") or 0)
     return not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
@@ -595,6 +605,8 @@ def _rotaries(
     is_nested = "full_attention" in parameters or "sliding_attention" in parameters
     if config.get("rope_parameters") and not is_nested and model_type == "olmo3":
         raise UnsupportedModel("olmo3 has no native form with rope_parameters that do not tell the types of layers.")
+    if is_nested and any(isinstance(one, Mapping) and one.get("truncate") is False for one in parameters.values()):
+        raise UnsupportedModel("Yarn by type of layer is truncated by transformers even where a config says no.")
     full = (parameters.get("full_attention") or {}) if is_nested else parameters
     local = (parameters.get("sliding_attention") or {}) if is_nested else {}
     local_theta = float(config.get("rope_local_base_freq") or LOCAL_THETA.get(model_type, 10_000.0))
@@ -625,13 +637,18 @@ def _rotary(
             f"The rotary scaling {kind!r} has no native form; native ones are {', '.join(ROPE_TYPES)}."
         )
     share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    if kind == "default" and model_type not in PARTLY_ROTATED:
+        share = 1.0
+    num_dims = head_size if kind == "proportional" else int(head_size * share)
+    if num_dims % 2:
+        raise UnsupportedModel(f"Heads of which {num_dims} values are rotated, an odd number, have no native form.")
     max_context = int(config["max_position_embeddings"])
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     values = {**parameters, "max_context": max_context, "original_context": int(original or max_context)}
     return RotarySpec(
         type=kind,
         theta=theta,
-        num_dims=head_size if kind == "proportional" else int(head_size * share),
+        num_dims=num_dims,
         parameters=values,
         original_context=values["original_context"] if kind == "longrope" else None,
         sections=tuple(int(size) for size in parameters.get("mrope_section") or ROTARY_SECTIONS.get(model_type, ())),
