@@ -59,6 +59,14 @@ _GEMMA = {
     "eos_token_id": 2,
 }
 
+_LED = _BART | {
+    "decoder_attention_heads": 4,
+    "max_encoder_position_embeddings": 4800,
+    "max_decoder_position_embeddings": 160,
+    "attention_window": [12, 6, 12],
+}
+_PEGASUS_X = _BART | {"decoder_attention_heads": 4, "block_size": 16, "num_global_tokens": 5}
+
 
 def _config(class_name: str, values: dict, **others) -> PretrainedConfig:
     return getattr(transformers, class_name)(**(values | others))
@@ -74,6 +82,16 @@ SEQ2SEQ: dict[str, Callable[[], PretrainedConfig]] = {
     "pegasus": lambda: _config("PegasusConfig", _BART),
     "marian": lambda: _config("MarianConfig", _BART),
     "m2m100": lambda: _config("M2M100Config", _BART, max_position_embeddings=160),  # a table of sines that grows
+    # Made for long sources: rows see the keys near them, and sums or tokens that all rows see.
+    "led": lambda: _config("LEDConfig", {k: v for k, v in _LED.items() if k != "max_position_embeddings"}),
+    "longt5-local": lambda: _config("LongT5Config", _T5, local_radius=7),
+    "longt5-global": lambda: _config(
+        "LongT5Config", _T5, local_radius=7, global_block_size=5, encoder_attention_type="transient-global"
+    ),
+    "pegasus-x": lambda: _config("PegasusXConfig", _PEGASUS_X),
+    "pegasus-x-without-stagger": lambda: _config(
+        "PegasusXConfig", _PEGASUS_X, block_size=6, stagger_local_blocks=False
+    ),
     "t5gemma": lambda: _config(
         "T5GemmaConfig", {}, encoder=_GEMMA, decoder=_GEMMA | {"num_hidden_layers": 3}, vocab_size=VOCABULARY
     ),

@@ -12,7 +12,7 @@ import penstock
 from penstock.errors import InvalidSetting, PromptTooLong, UnsupportedModel
 
 
-@pytest.fixture(scope="module", params=["t5", "bart", "t5gemma"])
+@pytest.fixture(scope="module", params=["t5", "bart", "t5gemma", "led", "longt5-global"])
 def model(request):
     return tiny_seq2seq(request.param)
 
@@ -113,6 +113,16 @@ def test_what_cannot_be_read_in_tiles_is_refused(model):
         generated(model, torch.tensor([prompt(40)]), output_hidden_states=True)
     with penstock.attach(model), pytest.raises(InvalidSetting, match="attached already"):
         penstock.attach(model)
+
+
+def test_tokens_that_see_the_whole_source_are_refused_and_not_left_out():
+    model, ids = tiny_seq2seq("led"), torch.tensor([prompt(40)])
+    seeing = torch.zeros_like(ids)
+    with penstock.attach(model, chunk_size=16):
+        generated(model, ids, global_attention_mask=seeing)
+        seeing[:, 0] = 1
+        with pytest.raises(InvalidSetting, match="global_attention_mask names tokens that see the whole source"):
+            generated(model, ids, global_attention_mask=seeing)
 
 
 def test_an_encoder_that_mixes_its_tokens_is_refused():

@@ -20,7 +20,11 @@ from penstock.plan.memory import AttentionTiling, MemoryModel
 from penstock.proof.source import check_decoder, check_encoder
 
 TILING = AttentionTiling(query_rows=512, key_rows=1024)
-REFUSED = ("output_hidden_states", "output_attentions")
+REFUSED = {
+    "output_hidden_states": "keeps every layer's states of the whole source",
+    "output_attentions": "keeps every layer's weights of the whole source",
+    "global_attention_mask": "names tokens that see the whole source, which no tile has",
+}
 
 
 class SourceReader:
@@ -84,9 +88,10 @@ class SourceReader:
 
         if input_ids is None:
             raise InvalidSetting("inputs_embeds of a source cannot be read in tiles. Give input_ids, or detach.")
-        for name in REFUSED:
-            if others.get(name):
-                raise InvalidSetting(f"{name} keeps every layer's states of the whole source. Leave it out, or detach.")
+        for name, why in REFUSED.items():
+            value = others.get(name)
+            if value is not None and bool(value.any() if isinstance(value, torch.Tensor) else value):
+                raise InvalidSetting(f"{name} {why}. Leave it out, or detach.")
         batch, length = input_ids.shape
         tile, adjustments = self._tile(batch, length)
         chunks = Chunks(

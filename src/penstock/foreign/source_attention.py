@@ -9,7 +9,7 @@ relative bias depends on the distance alone, so one row of distances serves as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,15 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenByAll:
+    """Keys that every row sees, which are no tokens of the source. `addend`: of rows [low, high) to their scores."""
+
+    k_BKGD: torch.Tensor
+    v_BKGD: torch.Tensor
+    addend: Callable[[int, int], torch.Tensor] | None = None  # [B, H, T, G]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRule:
     """What changes the scores of a layer besides its keys. None: nothing of that kind."""
 
@@ -31,13 +40,16 @@ class SourceRule:
     bias_HX: torch.Tensor | None = None  # of each distance key - query, from -(S - 1) to S - 1
     mask: MaskFunction | None = None
     is_padding_BS: torch.Tensor | None = None
+    keys: Callable[[int, int], tuple[int, int]] | None = None  # rows [start, end) see none outside
+    beside: SeenByAll | None = None
 
 
 def attend(
     q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, start: int, rule: SourceRule
 ) -> torch.Tensor:
     """[B, H, T, D]: the rows from position `start` on over all keys of the source."""
-    is_plain = rule.softcap is None and rule.mask is None and q_BHTD.shape[1] == k_BKSD.shape[1]
+    has_rules = rule.softcap is not None or rule.mask is not None or rule.beside is not None
+    is_plain = not has_rules and q_BHTD.shape[1] == k_BKSD.shape[1]
     has_one_addend = rule.bias_HX is None or rule.is_padding_BS is None
     if is_plain and has_one_addend and q_BHTD.device.type == "cpu":
         return _by_flash(q_BHTD, k_BKSD, v_BKSD, start, rule)
@@ -73,31 +85,47 @@ def _by_scores(
 ) -> torch.Tensor:
     """Keys in tiles, merged by their running maximum and sum."""
     B, H, T, D = q_BHTD.shape
-    K, S = k_BKSD.shape[1], k_BKSD.shape[2]
+    K = k_BKSD.shape[1]
     q_BKRD = q_BHTD.reshape(B, K, H // K * T, D)
     highest = torch.full((B, H, T, 1), torch.finfo(torch.float32).min, device=q_BHTD.device)
     total = torch.zeros((B, H, T, 1), device=q_BHTD.device)
     out = torch.zeros((B, H, T, v_BKSD.shape[3]), device=q_BHTD.device)
-    for low in range(0, S, KEY_ROWS):
-        high = min(low + KEY_ROWS, S)
-        is_hidden = _hidden(B, start, T, low, high, rule, q_BHTD.device)
-        if is_hidden is not None and bool(is_hidden.all()):
-            continue
-        scores = (q_BKRD @ k_BKSD[:, :, low:high].transpose(2, 3)).float().mul_(rule.scale).view(B, H, T, high - low)
+    for k_BKND, v_BKND, addend, is_hidden in _key_tiles(k_BKSD, v_BKSD, start, T, rule):
+        scores = (q_BKRD @ k_BKND.transpose(2, 3)).float().mul_(rule.scale).view(B, H, T, -1)
         if rule.softcap is not None:
             scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-        if rule.bias_HX is not None:
-            scores += _distance_view(rule.bias_HX, start, T, S)[:, :, low:high].flip(1)
+        if addend is not None:
+            scores += addend
         if is_hidden is not None:
             scores.masked_fill_(is_hidden, torch.finfo(torch.float32).min)
         higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
         shrink = (highest - higher).exp_()
         weights = scores.sub_(higher).exp_()
         total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-        weights = weights.to(v_BKSD.dtype).view(B, K, -1, high - low)
-        out.mul_(shrink).add_((weights @ v_BKSD[:, :, low:high]).view(B, H, T, -1))
+        weights = weights.to(v_BKND.dtype).view(B, K, -1, v_BKND.shape[2])
+        out.mul_(shrink).add_((weights @ v_BKND).view(B, H, T, -1))
         highest = higher
     return out.div_(total).to(q_BHTD.dtype)
+
+
+def _key_tiles(
+    k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, start: int, num_rows: int, rule: SourceRule
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """Yields keys, values, what is added to their scores, and which pairs do not see each other."""
+    if (beside := rule.beside) is not None:
+        addend = None if beside.addend is None else beside.addend(start, start + num_rows)
+        yield beside.k_BKGD, beside.v_BKGD, addend, None
+    batch, num_keys = k_BKSD.shape[0], k_BKSD.shape[2]
+    first, last = (0, num_keys) if rule.keys is None else rule.keys(start, start + num_rows)
+    for low in range(max(0, first), min(last, num_keys), KEY_ROWS):
+        high = min(low + KEY_ROWS, last, num_keys)
+        is_hidden = _hidden(batch, start, num_rows, low, high, rule, k_BKSD.device)
+        if is_hidden is not None and bool(is_hidden.all()):
+            continue
+        addend = None
+        if rule.bias_HX is not None:
+            addend = _distance_view(rule.bias_HX, start, num_rows, num_keys)[:, :, low:high].flip(1)
+        yield k_BKSD[:, :, low:high], v_BKSD[:, :, low:high], addend, is_hidden
 
 
 def _hidden(

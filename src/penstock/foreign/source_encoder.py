@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from torch import nn
 from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong, UnsupportedModel
 from penstock.foreign.signature import ForwardSignature
 from penstock.foreign.source_attention import MaskFunction, SourceRule, attend
+from penstock.foreign.source_local import OWN_ATTENTIONS, OwnCall, long_t5_bias
 
 INTERFACE = "penstock-source"
 PASSES_PER_LAYER = 2  # keys and values, then everything else
+PADDING_NAME = "_pad_to_window_size"
+ATTENTION_SWITCH = "set_attention_type"  # of encoders that forget their kind of attention over a short source
 OFFSET_NAME = "past_key_values_length"  # how position tables of the library are told where a piece begins
 
 
@@ -38,6 +42,7 @@ class SourceState:
     v_BKSD: torch.Tensor | None = None
     bias_by_module: dict[int, torch.Tensor] = field(default_factory=dict)
     has_all_positions: bool = False  # tables that grow with the source were grown
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)  # by attention that is no call of the interface
 
     @property
     def num_tokens(self) -> int:
@@ -79,11 +84,15 @@ class _Turn(nn.Module):
             encoder.keep(due, hidden_BTM)
         assert due.state.hidden_BSM is not None
         rows_BTM = due.state.hidden_BSM[:, due.rows]
+        if encoder.is_carried and index:
+            arguments = (due.state.kept["carried"], *arguments[1:])
         try:
             output = layer(rows_BTM, *arguments, **named)
         except _KeysTaken:
             return encoder.passing(rows_BTM)
         encoder.keep(due, output[0] if isinstance(output, tuple) else output)
+        if encoder.is_carried and due.rows.stop == due.state.num_tokens:
+            due.state.kept["carried"] = output[1]
         return output
 
 
@@ -91,6 +100,11 @@ class TiledEncoder:
     """An encoder that was looked at once: where its layers are, and how its positions are told where a tile begins."""
 
     def __init__(self, encoder: Any) -> None:
+        if hasattr(encoder, ATTENTION_SWITCH):
+            raise UnsupportedModel(
+                "its rows see blocks drawn at random for the whole source, so no tile is read by itself; of the models "
+                "for long sources, LED, LongT5 and Pegasus-X are read in tiles"
+            )
         _register()
         self.encoder = encoder
         self.layers_name, layers = _find_layers(encoder)
@@ -105,6 +119,9 @@ class TiledEncoder:
         self._output_kinds = _output_kinds(encoder, layers[0])
         self._turns = nn.ModuleList([_Turn(self, index, layer) for index, layer in enumerate(layers)])
         self._bias_modules = _bias_modules(layers)
+        modules = [module for layer in layers for module in layer.modules()]
+        self._own = [(module, own) for module in modules if (own := OWN_ATTENTIONS.get(type(module).__name__))]
+        self.is_carried = any(own.is_carried for _, own in self._own)
 
     def new_state(self, ids_BS: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SourceState:
         if ids_BS.shape[1] == 0:
@@ -132,6 +149,7 @@ class TiledEncoder:
         if end == self.num_passes * num_tokens:
             state.k_BKSD = state.v_BKSD = None
             state.bias_by_module.clear()
+            state.kept.clear()
 
     def passing(self, hidden_BTM: torch.Tensor) -> Any:
         if self._output_kinds is None:
@@ -145,7 +163,7 @@ class TiledEncoder:
         if state.hidden_BSM is None:
             batch, _, width = hidden_BTM.shape
             state.hidden_BSM = hidden_BTM.new_empty(batch, state.num_tokens, width)
-        state.hidden_BSM[:, due.rows] = hidden_BTM
+        state.hidden_BSM[:, due.rows] = hidden_BTM[:, : due.rows.stop - due.rows.start]  # some pad to whole blocks
 
     def _run(self, due: _Due) -> None:
         state, rows = due.state, due.rows
@@ -175,9 +193,17 @@ class TiledEncoder:
         biased = {id(module): module for module in self._bias_modules if module is not None}.values()
         for module in biased:
             module.compute_bias = _no_bias
+        for module, own in self._own:
+            module.forward = partial(own.forward, module, self._own_call(due))
+        if pads := hasattr(self.encoder, PADDING_NAME):
+            setattr(self.encoder, PADDING_NAME, _unpadded)
         try:
             yield
         finally:
+            if pads:
+                delattr(self.encoder, PADDING_NAME)
+            for module, _ in self._own:
+                del module.forward
             for module in biased:
                 del module.compute_bias
             _current.pop()
@@ -186,15 +212,35 @@ class TiledEncoder:
             for hook in hooks:
                 hook.remove()
 
+    def _own_call(self, due: _Due) -> OwnCall:
+        def attend_due(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rule: Any) -> torch.Tensor:
+            return _attended(self, due, q, k, v, **rule)
+
+        state = due.state
+        return OwnCall(
+            rows=due.rows,
+            keys_only=due.keys_only,
+            num_tokens=state.num_tokens,
+            is_padding_BS=state.is_padding_BS,
+            kept=state.kept,
+            k_BKSD=state.k_BKSD,
+            v_BKSD=state.v_BKSD,
+            bias_module=self._bias_modules[due.layer],
+            attend=attend_due,
+        )
+
     def bias(self, state: SourceState, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[H, 2 S - 1] by the module's own rule: the last row sees all distances up to 0, the first all from 0 on."""
         module = self._bias_modules[layer]
         if module is None:
             return None
         key = id(module)
-        if key not in state.bias_by_module:
+        num_tokens = state.num_tokens
+        if key not in state.bias_by_module and any(module is own for own, _ in self._own):
+            distances_X = torch.arange(1 - num_tokens, num_tokens, device=state.ids_BS.device)
+            state.bias_by_module = {key: long_t5_bias(module, distances_X).T.to(dtype).contiguous()}
+        elif key not in state.bias_by_module:
             compute = type(module).compute_bias
-            num_tokens = state.num_tokens
             before = compute(module, 1, num_tokens, past_seen_tokens=num_tokens - 1)[0, :, 0]
             after = compute(module, 1, num_tokens)[0, :, 0]
             state.bias_by_module = {key: torch.cat((before, after[:, 1:]), 1).to(dtype)}
@@ -225,6 +271,15 @@ def read_source(
             on_progress(end, num_positions)
     assert state.hidden_BSM is not None
     return state.hidden_BSM
+
+
+def read_whole(encoder: Any, ids_BS: torch.Tensor) -> torch.Tensor:
+    """[B, S, M] by the encoder's own forward, which may not change how it reads the next source."""
+    kind = getattr(encoder, "attention_type", None)
+    states_BSM = encoder(ids_BS, attention_mask=torch.ones_like(ids_BS)).last_hidden_state
+    if kind is not None and encoder.attention_type != kind:
+        getattr(encoder, ATTENTION_SWITCH)(kind)
+    return states_BSM
 
 
 def encoder_of(model: Any) -> Any:
@@ -331,25 +386,51 @@ def _attention(
     encoder = _current[-1]
     due = encoder.due
     assert due is not None
+    out_BTHD = _attended(
+        encoder,
+        due,
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        mask=None if attention_mask is None else attention_mask.function,
+        has_bias=position_bias is not None,
+    )
+    return out_BTHD, None
+
+
+def _attended(
+    encoder: TiledEncoder,
+    due: _Due,
+    q_BHTD: torch.Tensor,
+    k_BKTD: torch.Tensor,
+    v_BKTD: torch.Tensor,
+    *,
+    has_bias: bool = False,
+    **rule: Any,
+) -> torch.Tensor:
+    """[B, T, H, D] of the rows that are due, over the keys that `rule` lets them see; or their keys and values kept."""
     due.num_attention_calls += 1
     state = due.state
-    if key.shape[2] != due.rows.stop - due.rows.start:
+    if k_BKTD.shape[2] != due.rows.stop - due.rows.start:
         raise UnsupportedModel("a layer attends to other rows than its own")
     if due.keys_only:
-        state.k_BKSD = _stored(state.k_BKSD, key, due)
-        state.v_BKSD = _stored(state.v_BKSD, value, due)
+        state.k_BKSD = _stored(state.k_BKSD, k_BKTD, due)
+        state.v_BKSD = _stored(state.v_BKSD, v_BKTD, due)
         raise _KeysTaken
     assert state.k_BKSD is not None
     assert state.v_BKSD is not None
-    rule = SourceRule(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        bias_HX=None if position_bias is None else encoder.bias(state, due.layer, query.dtype),
-        mask=None if attention_mask is None else attention_mask.function,
-        is_padding_BS=state.is_padding_BS,
-    )
-    out_BHTD = attend(query, state.k_BKSD, state.v_BKSD, due.rows.start, rule)
-    return out_BHTD.transpose(1, 2).contiguous(), None
+    bias_HX = encoder.bias(state, due.layer, q_BHTD.dtype) if has_bias else None
+    source_rule = SourceRule(bias_HX=bias_HX, is_padding_BS=state.is_padding_BS, **rule)
+    return attend(q_BHTD, state.k_BKSD, state.v_BKSD, due.rows.start, source_rule).transpose(1, 2).contiguous()
+
+
+def _unpadded(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, inputs_embeds: torch.Tensor, pad_token_id: int
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stands where an encoder pads its source to whole windows, which no tile needs."""
+    return 0, input_ids, attention_mask, inputs_embeds
 
 
 def _no_bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> torch.Tensor:

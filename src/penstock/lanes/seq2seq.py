@@ -18,7 +18,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.errors import InvalidModelFile, InvalidSetting, PromptTooLong, counted
 from penstock.foreign.pretrained import load_causal, quiet_library, seq2seq_class
 from penstock.foreign.source_decoder import CrossStates, SourceDecoder
-from penstock.foreign.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit
+from penstock.foreign.source_encoder import SourceState, TiledEncoder, encoder_of, position_limit, read_whole
 from penstock.lanes.lane import Asked, Lane, LaneFacts, PromptLimits, TextPrompt
 from penstock.lanes.loading import LoadedLane, Loading, require_folder
 from penstock.models.files import ModelFiles
@@ -184,8 +184,7 @@ class Seq2SeqLane(Lane):
         num_tokens = source.num_tokens
         if encoder is None:
             if end == num_tokens:
-                ones = torch.ones_like(source.ids_BS)
-                source.hidden_BSM = encoder_of(self.model)(source.ids_BS, attention_mask=ones).last_hidden_state
+                source.hidden_BSM = read_whole(encoder_of(self.model), source.ids_BS)
                 reading.cache = self.decoder.cache(reading.cross)
             return
         num_encoding = encoder.num_passes * num_tokens

@@ -17,6 +17,9 @@ PASSES_PER_LAYER = 2  # over the source: its keys and values, then everything el
 CROSS_PASSES = 1  # over the source: keys and values of every decoder layer
 # A position's place in the request and in the scheduler's list.
 POSITION_BYTES = 16
+COMPUTES_POSITIONS = ("rope_parameters", "rope_theta", "num_global_tokens")
+# A softcap of scores, or attention to keys near a row.
+LOOKS_AT_SCORES = ("attn_logit_softcapping", "attention_window", "local_radius", "num_global_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +33,12 @@ class StackSpec:
     head_size: int
     intermediate_size: int
     is_gated: bool
+    has_global_projections: bool = False  # of tokens that see all others, besides those of the rest
 
     @property
     def num_attention_parameters(self) -> int:
-        return 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        heads = 2 * (self.num_heads + self.num_kv_heads) + 3 * self.num_heads * self.has_global_projections
+        return heads * self.hidden_size * self.head_size
 
     @property
     def num_mlp_parameters(self) -> int:
@@ -52,8 +57,8 @@ class Seq2SeqSpec:
     decoder: StackSpec
     max_positions: int | None  # of the source, and again of the answer; None: any
     num_token_tables: int  # embeddings of source and answer and the head, less what they share
-    has_position_tables: bool
-    attention_softcap: float | None
+    num_table_positions: int  # of source and answer; 0: positions are computed
+    attends_through_scores: bool
     depends_on_prompt_length: bool = False
 
     @property
@@ -70,8 +75,8 @@ class Seq2SeqSpec:
         """Matrices and tables; norms and biases are less than a hundredth of them."""
         encoder = self.encoder.num_attention_parameters + self.encoder.num_mlp_parameters
         decoder = 2 * self.decoder.num_attention_parameters + self.decoder.num_mlp_parameters
-        num_positions = 2 * (self.max_positions or 0) if self.has_position_tables else 0
-        embeddings = (self.vocab_size * self.num_token_tables + num_positions) * self.encoder.hidden_size
+        num_rows = self.vocab_size * self.num_token_tables + self.num_table_positions
+        embeddings = num_rows * self.encoder.hidden_size
         return self.encoder.num_layers * encoder + self.decoder.num_layers * decoder + embeddings
 
     def rotary_variant(self, num_tokens: int) -> str:
@@ -81,15 +86,17 @@ class Seq2SeqSpec:
 def seq2seq_spec(config: Mapping[str, Any]) -> Seq2SeqSpec:
     encoder_part, decoder_part = _part(config, "encoder"), _part(config, "decoder")
     encoder = _stack(encoder_part, "encoder", ("encoder_layers", "num_layers", "num_hidden_layers"))
+    shared = encoder_part.get("max_position_embeddings")
+    positions = [encoder_part.get(f"max_{name}_position_embeddings", shared) or 0 for name in ("encoder", "decoder")]
     decoder_layers = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
     return Seq2SeqSpec(
         vocab_size=_size(decoder_part if "vocab_size" not in config else config, ("vocab_size",)),
         encoder=encoder,
         decoder=_stack(decoder_part, "decoder", decoder_layers),
-        max_positions=encoder_part.get("max_position_embeddings"),
+        max_positions=positions[0] or None,
         num_token_tables=1 + (encoder_part is not config) + (config.get("tie_word_embeddings") is False),
-        has_position_tables="rope_parameters" not in encoder_part and "rope_theta" not in encoder_part,
-        attention_softcap=encoder_part.get("attn_logit_softcapping"),
+        num_table_positions=0 if any(name in encoder_part for name in COMPUTES_POSITIONS) else sum(positions),
+        attends_through_scores=any(encoder_part.get(name) for name in LOOKS_AT_SCORES),
     )
 
 
@@ -111,7 +118,7 @@ def seq2seq_shape(spec: Seq2SeqSpec, dtype_bytes: int, num_parameters: int | Non
         largest_matrix=encoder.hidden_size * max(encoder.intermediate_size, encoder.num_heads * encoder.head_size),
         dtype_bytes=dtype_bytes,
         max_context=spec.max_source,
-        attends_through_scores=spec.attention_softcap is not None,
+        attends_through_scores=spec.attends_through_scores,
         state_bytes_per_token=held_bytes - cross_bytes,
     )
 
@@ -128,6 +135,7 @@ def _stack(part: Mapping[str, Any], name: str, layer_names: tuple[str, ...]) -> 
         head_size=_size(part, ("d_kv", "head_dim"), hidden_size // num_heads),
         intermediate_size=_size(part, (f"{name}_ffn_dim", "d_ff", "intermediate_size")),
         is_gated=activation.startswith("gated") or "hidden_activation" in part,
+        has_global_projections=name == "encoder" and "attention_window" in part,
     )
 
 

@@ -50,7 +50,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LIMITS = (
     *("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention_window"),
     *("chunk_size", "mamba_chunk_size", "block_size", "sliding_window_size", "index_topk"),
+    *("local_radius", "attention_window"),
 )
+EVEN = ("attention_window",)
 # Of a decoder alone; its config may also describe an encoder, and a cache may be made for that one's depth.
 DEPTHS = (
     *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers"),
@@ -123,8 +125,7 @@ def _parts(config: Any) -> list[Any]:
 def scale_limits(text: Any) -> None:
     """Windows, state blocks and rotary limits that a short prompt would never reach are brought into it."""
     for name in LIMITS:
-        if isinstance(value := getattr(text, name, None), int) and value > WINDOW:
-            setattr(text, name, WINDOW if "window" in name else WINDOW + 3)
+        _lower(text, (name,), WINDOW - 1 if name in EVEN else WINDOW if "window" in name else WINDOW + 3)
     parameters = getattr(text, "rope_parameters", None) or {}
     for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
         if "original_max_position_embeddings" in rope:
