@@ -24,7 +24,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "terminal.svg"
 QUESTION = "What does the report recommend first?"
-COMMAND = ["run", "-f", "examples/report.txt", "-p", QUESTION, "--memory", "450MB", "--chunk-size", "64"]
+COMMAND = ["run", "-f", "examples/report.txt", "-p", QUESTION, "--memory", "500MB", "--chunk-size", "64"]
 COMMAND += ["--max-tokens", "40"]
 MOVES = re.compile(r"\r|\x1b\[\d*[AGJK]|\x1b\[\?25[lh]")  # of the cursor: what comes after stands over what was before
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = ["penstock.cli.main", "penstock.cli.reading", "penstock.doctor.report", "penstock.cli.report"]
+IMPORTED += ["penstock.engine.engine", "penstock.engine.loading"]
 IMPORTED += ["transformers.modeling_utils", "transformers.generation.utils"]  # what most models need of it
 
 

@@ -5,6 +5,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import penstock
+from penstock.cli.plan import show_chart
 from penstock.cli.terminal import ShownAnswer, in_lines, progress_console, report_console
 
 
@@ -55,6 +57,15 @@ def test_nothing_is_drawn_where_nothing_can_move():
         answer.read(12_288, 22_124, TOLD)
         answer.write("Done.")
     assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize("columns", [100, 80, 60, 40])
+def test_the_chart_of_a_plan_has_a_line_for_each_chunk_size(columns):
+    shown, plan = io.StringIO(), penstock.plan("smollm2", prompt_tokens=6000, memory="1200MB")
+    show_chart(Console(file=shown, width=columns), plan)
+    rows = [line for line in shown.getvalue().splitlines() if "█" in line]
+    assert [row.endswith(" MB") for row in rows] == [True] * len(plan.peak_by_chunk_size)
+    assert max(map(len, rows)) <= columns
 
 
 PARTS = ["read 650 tokens in 11 chunks, 5.1 s, 128 tok/s", "wrote 24, 26.2 tok/s", "peak 420 MB (predicted 434)"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -45,9 +46,8 @@ def chat(
         converse(console, remote.answer, who=f"{remote.name} at {url}", system=system, document=document)
         return
     from penstock.cli.reading import follow, loaded, reading_ahead, summarize
-    from penstock.foreign.processor import open_image
 
-    shown = [{"type": "image", "image": open_image(image, name="image")} for image in images or ()]
+    shown = _opened_images(images) if images else []
     with loaded(model, config, console, trace) as engine:
         if shown and not engine.lane.reads_images:
             raise reads_text_only(len(shown), engine.lane.id, engine.lane.why_text_only)
@@ -61,3 +61,9 @@ def chat(
         # A picture stands before the document; where prefixes are not shared, nothing read ahead would be kept.
         ahead = partial(reading_ahead, engine) if engine.lane.shares_prefixes and not shown else None
         converse(console, answer, who=who, system=system, document=document, images=shown, read_ahead=ahead)
+
+
+def _opened_images(paths: Sequence[str]) -> list[dict[str, Any]]:
+    from penstock.foreign.processor import open_image
+
+    return [{"type": "image", "image": open_image(path, name="image")} for path in paths]

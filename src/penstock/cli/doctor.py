@@ -35,14 +35,15 @@ def doctor(
     config = engine_config(settings)
     from rich.console import Console
 
-    from penstock.doctor.machine import MachineFacts, diagnose_machine
-    from penstock.doctor.model import diagnose_model
-    from penstock.doctor.report import DoctorReport
-    from penstock.doctor.speed import diagnose_speed
-
     out, progress = Console(highlight=False, soft_wrap=True, quiet=json), progress_console()
-    facts = MachineFacts.here(config, _torch_uses_gpu)
-    diagnoses = diagnose_machine(facts)
+    with progress.status("looking at this machine"):
+        from penstock.doctor.machine import MachineFacts, diagnose_machine
+        from penstock.doctor.model import diagnose_model
+        from penstock.doctor.report import DoctorReport
+        from penstock.doctor.speed import diagnose_speed
+
+        facts = MachineFacts.here(config, _torch_uses_gpu)
+        diagnoses = diagnose_machine(facts)
     _show(out, "this machine", diagnoses)
     with progress.status(f"looking at {model}"):
         found = diagnose_model(model, config, rerun=rerun)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.planning import ModelPlan
 
-BAR_WIDTH = 40
+BAR_WIDTH, BESIDE_BAR = 40, 31  # columns of the chart
 PROMPT_TOKENS = 4096
 ROOM = 1.02  # a run holds up to that much more before the weights than a plan can know
 
@@ -77,7 +77,7 @@ def _show(console: Console, plan: ModelPlan) -> None:
     table.add_row("peak", f"{prompt.peak_bytes / MB:,.1f}", style="bold")
     table.add_row("budget", f"{prompt.budget_bytes / MB:,.1f}")
     console.print(table)
-    _show_chart(console, plan)
+    show_chart(console, plan)
     console.print(f"lane {plan.lane.id}: {plan.lane.reason}")
     many = f"{prompt.num_chunks:,} chunks of up to"
     console.print(f"{'1 chunk of' if prompt.num_chunks == 1 else many} {prompt.chunk_size:,} tokens")
@@ -94,13 +94,14 @@ def _show(console: Console, plan: ModelPlan) -> None:
     console.print(verdict)
 
 
-def _show_chart(console: Console, plan: ModelPlan) -> None:
+def show_chart(console: Console, plan: ModelPlan) -> None:
     """Peak against chunk size, from zero."""
     console.print("\npeak by chunk size")
     highest = max(plan.peak_by_chunk_size.values())
+    width = max(1, min(BAR_WIDTH, console.width - BESIDE_BAR))
     for size, peak in plan.peak_by_chunk_size.items():
-        bar = "█" * max(1, round(BAR_WIDTH * peak / highest))
+        bar = "█" * max(1, round(width * peak / highest))
         name = f"{size:,}" + (" (whole)" if size == plan.prompt.prompt_tokens else "")
         over = peak > plan.prompt.budget_bytes
-        console.print(f"{name:>16} {bar:<{BAR_WIDTH}} {peak / MB:>10,.1f} MB", style="red" if over else None)
+        console.print(f"{name:>16} {bar:<{width}} {peak / MB:>10,.1f} MB", style="red" if over else None)
     console.print()

@@ -6,24 +6,28 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from penstock.cli.terminal import ShownAnswer, duration, in_lines
 from penstock.config import MB, EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
 from penstock.errors import PenstockError
 from penstock.plan.memory import over_budget
 from penstock.request import Finished, Output, PrefillProgress, Token
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
 
 FIRST_CHUNK = ("the first chunk",)  # of which nothing is known before it ends
 
 
 @contextmanager
 def loaded(model: str, config: EngineConfig, console: Console, trace: Path | None) -> Generator[Engine]:
-    with console.status(f"loading {model}"):
+    with console.status(f"loading {model}"):  # importing torch is most of it, for a small model
+        from penstock.engine.engine import Engine
+        from penstock.engine.loading import load_model
+
         engine = Engine(load_model(model, config), trace=trace)
     try:
         yield engine

@@ -118,6 +118,7 @@ class Engine:
         self._trace_path = trace
         if config.latency_target_ms is not None:
             self.scheduler.budget.cost = calibrate(self)
+            self._next_id = 0  # numbers are for what somebody asked
         if trace is not None:
             self.record()
 
