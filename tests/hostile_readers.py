@@ -14,18 +14,27 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from penstock.config import CONFIG_FILE, load_config
+from penstock.answer.grammar import GrammarWriter
+from penstock.batch.lines import in_order, lines_of, read_line
+from penstock.cache.disk import verified
+from penstock.cache.folder import SUFFIX, CacheFolder
+from penstock.cache.slabs import Slab, checksum, encode_header
+from penstock.config import CONFIG_FILE, DEFAULT_MODEL, load_config
+from penstock.engine.grammar_proof import GrammarProof
 from penstock.engine.planning import plan
-from penstock.errors import InvalidModelFile
+from penstock.errors import InvalidModelFile, InvalidPrompt
+from penstock.models.adapter import read_adapter
 from penstock.models.files import resolve
 from penstock.models.safetensors import read_safetensors_header
-from penstock.prompt.load import tokenizer_from_folder
+from penstock.prompt.load import tokenizer_from_folder, tokenizer_from_gguf
 from penstock.prompt.render import ChatTemplate
 from penstock.prompt.tokens import Tokenizer
+from penstock.server.openai.chat_asks import ResponseFormat
 from penstock.trace.document import Trace
 from penstock.trace.summary import summarize
 
 GOLDEN = Path(__file__).parent / "golden"
+NAMESPACE = b"a namespace of16"
 TEXT = "Water falls 1,204 metres.\n  Ünïcode\t<s> and more"
 LLAMA = {
     "model_type": "llama",
@@ -110,8 +119,6 @@ def read_gguf_model(folder: Path) -> Callable[[bytes], object]:
     def read(content: bytes) -> None:
         (folder / "model.gguf").write_bytes(content)
         plan(str(folder / "model.gguf"), prompt_tokens=100, memory="2GiB", device="cpu")
-        from penstock.prompt.load import tokenizer_from_gguf
-
         found = resolve(str(folder / "model.gguf")).gguf
         assert found is not None
         Tokenizer(tokenizer_from_gguf(found.metadata).backend).encode("t1t2 t3", add_special_tokens=True)
@@ -273,6 +280,127 @@ def read_image(folder: Path) -> Callable[[bytes], object]:
     return lambda content: open_image(content)
 
 
+def adapter_header_wholes(folder: Path) -> list[bytes]:
+    names = [f"base_model.model.model.layers.{index}.self_attn.{part}_proj" for index in (0, 1) for part in "qv"]
+    shapes = [(f"{name}.lora_{part}.weight", shape) for name in names for part, shape in (("A", [2, 4]), ("B", [4, 2]))]
+    places = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [32 * index, 32 * index + 32]}
+        for index, (name, shape) in enumerate(shapes)
+    }
+    return [json.dumps(places).encode()]
+
+
+def adapter_config_wholes(folder: Path) -> list[bytes]:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "base_model_name_or_path": "a/base"}
+    patterns = {"rank_pattern": {r"layers\.\d+\.self_attn\.q_proj": 2}, "alpha_pattern": {"v_proj": 3, "(a|b)+": 1.5}}
+    return [json.dumps(config | patterns | {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}).encode()]
+
+
+def _read_whole_adapter(folder: Path) -> None:
+    adapter = read_adapter(str(folder))
+    for module in adapter.low_rank:
+        adapter.rank(module)
+        adapter.scale(module)
+
+
+def read_adapter_header(folder: Path) -> Callable[[bytes], object]:
+    (folder / "adapter_config.json").write_bytes(adapter_config_wholes(folder)[0])
+
+    def read(content: bytes) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content + bytes(256))
+        _read_whole_adapter(folder)
+
+    return read
+
+
+def read_adapter_config(folder: Path) -> Callable[[bytes], object]:
+    header = adapter_header_wholes(folder)[0]
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(256))
+
+    def read(content: bytes) -> None:
+        (folder / "adapter_config.json").write_bytes(content)
+        _read_whole_adapter(folder)
+
+    return read
+
+
+def slab_wholes(folder: Path) -> list[bytes]:
+    """Two slabs as a server stores them, of which the first has recurrent state too."""
+    sizes, tokens = (64, 64, 32), tuple(range(16))
+    parts = [bytes(range(size)) for size in sizes]
+    slab = Slab(key=bytes(16), previous=bytes(16), first=0, tokens=tokens, has_state=True)
+    sums = [checksum([memoryview(part)]) for part in parts]
+    return [encode_header(slab, NAMESPACE, sizes, sums) + b"".join(parts)]
+
+
+def read_slab(folder: Path) -> Callable[[bytes], object]:
+    """A damaged one is a miss: its file is gone, and nothing is read from it."""
+    cache = CacheFolder(folder / "cache")
+    path = cache.root / NAMESPACE.hex() / f"{cache.name(bytes(16) + bytes([1]))}{SUFFIX}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        if not verified(path, cache):
+            raise InvalidModelFile("a miss")
+
+    return read
+
+
+def batch_wholes(folder: Path) -> list[bytes]:
+    chat = {"messages": [{"role": "user", "content": "What is a penstock?"}], "max_tokens": 4, "temperature": 0}
+    whole = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    texts = [whole, {"prompt": "The water", "stop": ["."]}, {"input": "A text"}, "one message"]
+    return [json.dumps(text).encode() for text in texts] + [b"\n".join(json.dumps(text).encode() for text in texts)]
+
+
+def read_batch_lines(folder: Path) -> Callable[[bytes], object]:
+    def read(content: bytes) -> None:
+        for line in in_order(lines_of(io.BytesIO(content))):
+            _ = read_line(line, {"max_tokens": 4, "temperature": 0}).shared
+
+    return read
+
+
+def schema_wholes(folder: Path) -> list[bytes]:
+    place = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "zip": {"type": "integer"}}}
+    person = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[A-Z][a-z]+$"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "kind": {"enum": ["one", "other", None, 3]},
+            "places": {"type": "array", "items": {"$ref": "#/$defs/place"}, "minItems": 1, "maxItems": 3},
+            "score": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]},
+            "since": {"type": "string", "format": "date"},
+        },
+        "required": ["name", "places"],
+        "additionalProperties": False,
+        "$defs": {"place": place},
+    }
+    return [json.dumps(person).encode(), json.dumps(place | {"required": ["city"]}).encode()]
+
+
+def read_schema(folder: Path) -> Callable[[bytes], object]:
+    """As a server does: read as a field of a request, written as a grammar, compiled where it can be ended."""
+    gguf = resolve(DEFAULT_MODEL).gguf
+    assert gguf is not None
+    backend = tokenizer_from_gguf(gguf.metadata).backend
+    given = {"tokenizer": backend.to_str(), "vocab_size": backend.get_vocab_size(), "eos_ids": [2]}
+    proof = GrammarProof(lambda: given)
+
+    def read(content: bytes) -> None:
+        try:
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": json.loads(content)}}
+            schema = ResponseFormat.model_validate(form).schema_of_answer
+        except (ValueError, RecursionError):
+            raise InvalidPrompt("no schema") from None
+        assert schema is not None
+        proof.require(GrammarWriter({}).json(schema))
+
+    return read
+
+
 READERS = {
     "GGUF": (gguf_wholes, read_gguf_model),
     "safetensors header": (safetensors_wholes, read_safetensors_model),
@@ -283,4 +411,9 @@ READERS = {
     "trace": (trace_wholes, read_trace),
     "chat template": (template_wholes, read_template),
     "image": (image_wholes, read_image),
+    "adapter header": (adapter_header_wholes, read_adapter_header),
+    "adapter config": (adapter_config_wholes, read_adapter_config),
+    "slab": (slab_wholes, read_slab),
+    "batch line": (batch_wholes, read_batch_lines),
+    "schema": (schema_wholes, read_schema),
 }

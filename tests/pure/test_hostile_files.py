@@ -1,8 +1,10 @@
 """Files that somebody broke on purpose are refused in a sentence, whichever reader meets them."""
 
 import json
+from threading import Thread
 
 import pytest
+from hang_bound import HANG_S, within
 from hostile_inputs import FEW, MANY, read_broken
 from hostile_readers import READERS, small_gguf
 
@@ -66,3 +68,13 @@ def test_a_config_with_more_layers_than_any_model_is_refused_before_they_are_cou
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | part))
     with pytest.raises(InvalidModelFile, match="num_hidden_layers is 2147483648, the limit is 4096"):
         plan(str(tmp_path), prompt_tokens=1)
+
+
+def test_a_pattern_of_an_adapter_that_would_be_matched_for_ever_is_matched(tmp_path):
+    header = READERS["adapter header"][0](tmp_path)[0].replace(b"self_attn", b"a" * 200)
+    read = READERS["adapter header"][1](tmp_path)
+    config = json.loads(READERS["adapter config"][0](tmp_path)[0]) | {"rank_pattern": {"(a+)+b|(.*a){30}c": 3}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    finished = []
+    Thread(target=lambda: finished.append(read(header)), daemon=True).start()
+    assert within(HANG_S, lambda: finished)

@@ -9,8 +9,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import SchemaError, SchemaValidator
+from pydantic_core.core_schema import str_schema
 
 from penstock.errors import InvalidModelFile, ModelNotFound, UnsupportedModel, brief
 from penstock.models.files import HUB_ID, PICKLE_SUFFIXES, ModelFiles, hub_snapshot, read_json_object
@@ -67,15 +71,25 @@ class Adapter:
     def _pattern(self, name: str, module: str, default: Any, kind: Callable[[Any], Any]) -> Any:
         patterns = self.config.get(name) or {}
         try:
-            value = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+            value = next((value for key, value in patterns.items() if _is_named(module, key)), default)
             if (number := kind(value)) > 0:
                 return number
-        except (re.error, AttributeError, TypeError, ValueError, OverflowError):
+        except (SchemaError, AttributeError, TypeError, ValueError, OverflowError):
             value = patterns
         raise InvalidModelFile(
-            f"{self.path.with_name(CONFIG_NAME)}: {name} or its default gives {brief(value)} for {module!r}, not a "
-            "number above 0; save the adapter again."
+            f"{self.path.with_name(CONFIG_NAME)}: {name} or its default gives {brief(value)} for {brief(module)}, "
+            "not a number above 0; save the adapter again."
         )
+
+
+def _is_named(module: str, pattern: str) -> bool:
+    return _named_by(pattern).isinstance_python(module)
+
+
+@lru_cache(maxsize=4096)
+def _named_by(pattern: str) -> SchemaValidator:
+    """Compiles a stranger's pattern for an engine whose time grows with the text alone; that of `re` may not end."""
+    return SchemaValidator(str_schema(pattern=rf"^(?:.*\.)?(?:{pattern})$"))
 
 
 def with_adapter(files: ModelFiles, place: str) -> ModelFiles:
@@ -124,7 +138,7 @@ def _refuse_unmergeable(config: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedModel(f"{path}: peft_type is {brief(config.get('peft_type'))}; only LORA is. {MERGE_BEFORE}.")
     if asked := sorted(name for name, value in config.items() if value and name not in READ):
         raise UnsupportedModel(
-            f"{path} asks for {asked[0]} {brief(config[asked[0]])}, which is not merged here. {MERGE_BEFORE}."
+            f"{path} asks for {brief(asked[0])} {brief(config[asked[0]])}, which is not merged here. {MERGE_BEFORE}."
         )
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start not in PLAIN_STARTS:
@@ -144,7 +158,9 @@ def _parts(
         if found := PARTS.fullmatch(own):
             by_module.setdefault(found[1], {})[found[2]] = name
         elif ".lora_" in own:
-            raise UnsupportedModel(f"{path}: tensor {name!r} is of a kind that is not merged here. {MERGE_BEFORE}.")
+            raise UnsupportedModel(
+                f"{path}: tensor {brief(name)} is of a kind that is not merged here. {MERGE_BEFORE}."
+            )
         else:
             replaced[own.replace(WRAPPED, "")] = name
     if not by_module and not replaced:
@@ -154,9 +170,13 @@ def _parts(
         kind = "lora_embedding" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora"
         needed = [f"{kind}_A", f"{kind}_B", *(["lora_magnitude_vector"] if is_dora else [])]
         if is_dora and kind == "lora_embedding":
-            raise UnsupportedModel(f"{path}: DoRA of the embeddings {module!r} is not merged here. {MERGE_BEFORE}.")
+            raise UnsupportedModel(
+                f"{path}: DoRA of the embeddings {brief(module)} is not merged here. {MERGE_BEFORE}."
+            )
         if missing := next((part for part in needed if part not in parts), None):
-            raise InvalidModelFile(f"{path} has no {missing} for {module!r}; the file is incomplete, save it again.")
+            raise InvalidModelFile(
+                f"{path} has no {missing} for {brief(module)}; the file is incomplete, save it again."
+            )
         low_rank[module] = LowRank(
             a=parts[f"{kind}_A"],
             b=parts[f"{kind}_B"],
