@@ -40,7 +40,7 @@ def test_nested_configs_have_a_table_for_each_side():
     part = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     side = part | {"vocab_size": 90, "rope_theta": 1e4, "hidden_activation": "gelu", "attn_logit_softcapping": 5.0}
     spec = seq2seq_spec({"encoder": side, "decoder": side})
-    assert (spec.vocab_size, spec.num_token_tables, spec.has_position_tables) == (90, 2, False)
+    assert (spec.vocab_size, spec.num_token_tables, spec.num_table_positions) == (90, 2, 0)
     assert seq2seq_shape(spec, 4).attends_through_scores
 
 
@@ -54,3 +54,11 @@ def test_a_shape_counts_given_weights_and_its_own():
 def test_a_missing_size_is_refused_with_its_names():
     with pytest.raises(InvalidModelFile, match="no encoder_ffn_dim or d_ff"):
         seq2seq_spec({name: value for name, value in BART.items() if name != "encoder_ffn_dim"})
+
+
+def test_an_encoder_for_long_sources_has_positions_of_its_own_and_looks_at_scores():
+    longer = {"attention_window": 8, "max_encoder_position_embeddings": 512, "max_decoder_position_embeddings": 60}
+    spec = seq2seq_spec({name: value for name, value in BART.items() if "position" not in name} | longer)
+    assert (spec.max_source, spec.num_table_positions) == (512, 572)
+    assert seq2seq_shape(spec, 4).attends_through_scores
+    assert spec.encoder.num_attention_parameters > spec.decoder.num_attention_parameters
