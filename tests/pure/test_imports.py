@@ -27,6 +27,7 @@ ALLOWED = {
     "lanes": {"proof", "foreign", "models", "attention", "kernels", "cache.storage", "plan"},
     "attached": {"proof", "foreign", "models", "plan"},
     "batch": set(),
+    "route": {"cache.prefix", "schedule"},
     "trace": {"plan"},
     "engine": {
         "trace",
@@ -40,8 +41,8 @@ ALLOWED = {
         "attention",
         "kernels",
     },
-    "server": {"answer", "batch", "engine", "trace", "prompt", "plan", "cache.prefix"},
-    "simulate": {"schedule", "trace", "cache"},
+    "server": {"answer", "batch", "engine", "trace", "prompt", "plan", "cache.prefix", "route"},
+    "simulate": {"schedule", "trace", "cache", "route"},
     "bench": {
         "engine",
         "trace",
@@ -87,6 +88,7 @@ NO_TORCH = [
     "answer",
     "plan",
     "batch",
+    "route",
     "trace",
     "schedule",
     "cache/blocks.py",

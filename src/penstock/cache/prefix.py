@@ -36,6 +36,11 @@ class PrefixCache:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._block_by_hash
 
+    @property
+    def hashes(self) -> list[bytes]:
+        """Lists the prefixes that would be found now."""
+        return list(self._block_by_hash)
+
     def take(self, block_hash: bytes) -> int | None:
         """The block with that prefix, held once more; None when nobody computed it."""
         block = self._block_by_hash.get(block_hash)

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from penstock import __version__
+from penstock.route.news import Load
 from penstock.server.service import Service
 
 router = APIRouter()
@@ -92,6 +93,12 @@ async def model(name: str, request: Request) -> ModelCard:
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Any:
     return Response(request.app.state.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/load")
+async def load(request: Request) -> Load:
+    """What a router has to know to predict when a prompt would have its first token here."""
+    return await Service.of(request, None).news()
 
 
 @router.head("/", include_in_schema=False)  # by which some agents see whether anybody is there

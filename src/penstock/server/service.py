@@ -26,6 +26,7 @@ from penstock.errors import EngineClosed
 from penstock.plan.memory import over_budget
 from penstock.prompt.render_apart import TemplateApart
 from penstock.request import StepPlan, StepResult
+from penstock.route.news import Load, LoadMeter
 from penstock.server.board import Board
 from penstock.server.kept_files import KeptFiles
 from penstock.server.metrics import Metrics
@@ -51,6 +52,7 @@ class Service:
         self.folder = settings.files or _temporary_folder(self)
         self.files = KeptFiles(self.folder / "files", settings.max_files_bytes)
         self.forms = TemplateForms()
+        self._meter = LoadMeter()
         self._draining: asyncio.Task[None] | None = None
         self._engine: AsyncEngine | None = None
         self._template: TemplateApart | None = None
@@ -93,6 +95,15 @@ class Service:
             raise EngineClosed("The server is shutting down and takes no more requests.")
         return self._engine
 
+    async def news(self) -> Load:
+        """Tells what is cached here, what waits, and what steps take, as it is after the step that runs."""
+        return await self.engine.call(self._news)
+
+    def _news(self, engine: Engine) -> Load:
+        model = engine.model
+        rotary = model.spec.rotary_variant(1)
+        return self._meter.load(engine.scheduler, model=self.name, identity=model.identity, rotary=rotary)
+
     async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns the tokens of texts and of what is tokens already."""
         encode = self.engine.engine.prompts.text_tokens
@@ -126,6 +137,7 @@ class Service:
 
     def _take_step(self, plan: StepPlan, result: StepResult) -> None:
         self.metrics.take_step(plan, result)
+        self._meter.take_step(plan, result)
         peak_bytes, over = result.peak_bytes, over_budget(result.peak_bytes, self.config.memory)
         if over and peak_bytes > self._told_bytes * TOLD_AGAIN:
             self._told_bytes = peak_bytes

@@ -1,0 +1,125 @@
+"""`Router`: where a prompt is predicted to have its first token earliest, by the news of the replicas."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from penstock.route.news import Load, Wanted
+
+FRESH_S = 5.0  # news that are older say nothing
+# What was sent so shortly before the news were made may have been on its way still.
+ON_THE_WAY_S = 0.25
+# How much it counts what others will wait for a prompt, beside what it waits for itself.
+OTHERS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    at_s: float
+    reading_s: float
+    wanted: Wanted
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Keeps the last news of a replica, and what was sent there."""
+
+    load: Load | None = None
+    hashes: frozenset[int] = frozenset()
+    sent: dict[object, _Sent] = field(default_factory=dict[object, _Sent])  # by key, until it ends
+    coming: set[int] = field(default_factory=set[int])  # hashes of what was sent after the news
+
+    def take(self, load: Load) -> None:
+        self.load, self.hashes = load, load.hashes
+        self.coming = {one for sent in self.sent.values() if self._is_untold(sent) for one in sent.wanted.hashes}
+
+    def _is_untold(self, sent: _Sent) -> bool:
+        return self.load is None or sent.at_s > self.load.at_s - ON_THE_WAY_S
+
+    def is_fresh(self, now: float) -> bool:
+        return self.load is not None and now - self.load.at_s <= FRESH_S
+
+    def num_cached(self, wanted: Wanted) -> int:
+        """Counts the tokens that it will not have to read. Whoever holds a block holds all before it."""
+        load = self.load
+        assert load is not None
+        told = wanted.hashes
+        if load.hash_divisor > 1:  # of the others nothing is known: what is found covers those before it
+            told = [one for one in told if one % load.hash_divisor == 0]
+        known, coming = self.hashes, self.coming
+        found = bisect_left(told, True, key=lambda one: one not in known and one not in coming)
+        depth = found if load.hash_divisor == 1 or not found else wanted.hashes.index(told[found - 1]) + 1
+        return depth * load.block_size
+
+    def backlog_s(self, now: float) -> float:
+        """Predicts how long it reads what is there already: by the news, and what was sent since then."""
+        load = self.load
+        assert load is not None
+        coming_s = sum(sent.reading_s for sent in self.sent.values() if self._is_untold(sent))
+        return max(0.0, load.backlog_s + coming_s - max(0.0, now - load.at_s))
+
+
+class Router:
+    """Chooses by predicted first token, and by the shorter of two queues while most news are old."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self._random = Random(seed)
+
+    def take(self, name: str, load: Load) -> None:
+        """Notes the news of a replica; those that came before are forgotten."""
+        known = self._replicas.setdefault(name, _Replica())
+        if known.load is None or load.at_s > known.load.at_s:
+            known.take(load)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets every replica but these."""
+        self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        return {name: replica.load for name, replica in self._replicas.items() if replica.load is not None}
+
+    def order(self, wanted: Wanted, names: Sequence[str], now: float) -> list[str]:
+        """Orders replicas: the best for this prompt comes first."""
+        replicas = [(name, self._replicas.setdefault(name, _Replica())) for name in names]
+        fresh = [(name, replica) for name, replica in replicas if replica.is_fresh(now)]
+        if 2 * len(fresh) < len(replicas) or not fresh:
+            pair = self._random.sample(replicas, min(2, len(replicas)))
+            return [name for name, _ in sorted(pair, key=lambda one: len(one[1].sent))]
+        ranked = [(self._rank(replica, wanted, now), name) for name, replica in fresh]
+        return [name for _, name in sorted(ranked)]
+
+    def _rank(self, replica: _Replica, wanted: Wanted, now: float) -> tuple[bool, float, int, float]:
+        load = replica.load
+        assert load is not None
+        num_cached = replica.num_cached(wanted)
+        has_room = wanted.num_tokens - num_cached <= load.num_free_blocks * load.block_size
+        reading_s = load.reading_s(num_cached, wanted.num_tokens)
+        predicted_s = replica.backlog_s(now) + (1 + OTHERS) * reading_s
+        return not has_room, round(predicted_s, 3), len(replica.sent), self._random.random()
+
+    def predicted_s(self, name: str, wanted: Wanted, now: float) -> float | None:
+        """Predicts when the prompt would have its first token there; None where the news are old."""
+        replica = self._replicas.get(name)
+        if replica is None or replica.load is None or not replica.is_fresh(now):
+            return None
+        read_s = replica.load.reading_s(replica.num_cached(wanted), wanted.num_tokens)
+        return replica.backlog_s(now) + read_s
+
+    def send(self, name: str, key: object, wanted: Wanted, now: float) -> None:
+        """Notes that the prompt goes there; it counts until news tell of it, and in the queue until `end`."""
+        replica = self._replicas.setdefault(name, _Replica())
+        load, reading_s = replica.load, 0.0
+        if load is not None:
+            reading_s = load.reading_s(replica.num_cached(wanted), wanted.num_tokens)
+        replica.sent[key] = _Sent(at_s=now, reading_s=reading_s, wanted=wanted)
+        replica.coming.update(wanted.hashes)
+
+    def end(self, name: str, key: object) -> None:
+        """Notes that a prompt was answered, or left."""
+        if name in self._replicas:
+            self._replicas[name].sent.pop(key, None)
