@@ -24,7 +24,7 @@ def test_a_prompt_is_found_by_its_hashes_once_it_was_read(server):
     with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=600) as client:
         before = Load.model_validate_json(client.get("/load").text)
         tokens = client.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
-        client.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 1})
+        client.post("/v1/completions", json={"model": "smollm2", "prompt": TEXT, "max_tokens": 1}).raise_for_status()
         after = Load.model_validate_json(client.get("/load").text)
     wanted = Wanted.of(tokens, root_hash(after.identity, after.rotary), after.block_size)
     assert len(wanted.hashes) > 10

@@ -9,7 +9,7 @@ import typer
 from penstock.bench.work import SHAPES
 from penstock.cli.cpu import cpu
 from penstock.cli.flags import Json, Model
-from penstock.cli.schedule import schedule, scheduling_cost
+from penstock.cli.schedule import fleet, schedule, scheduling_cost
 from penstock.cli.settings import given, with_settings
 from penstock.cli.suites import add_suites
 from penstock.config import DEFAULT_MODEL
@@ -87,5 +87,5 @@ def gpu(
 
 bench = typer.Typer(help="Measurements that anyone can repeat.", no_args_is_help=True)
 add_suites(bench)
-for command in (schedule, scheduling_cost, stalls, gpu, cpu):
+for command in (schedule, fleet, scheduling_cost, stalls, gpu, cpu):
     bench.command()(command)

@@ -1,4 +1,4 @@
-"""`penstock bench schedule` and `scheduling-cost`: the scheduler in virtual time, and what it costs itself."""
+"""`penstock bench schedule`, `fleet` and `scheduling-cost`: the scheduler and fleets in virtual time; its own cost."""
 
 from __future__ import annotations
 
@@ -74,6 +74,44 @@ def schedule(
         sources = {name: MACHINES[name].source for name in costs}
         print(Report(seed=seed, sources=sources, titles=titles, runs=runs, checks=checks).model_dump_json(indent=2))
     _end(checks, as_json=json)
+
+
+def fleet(
+    replicas: Annotated[
+        list[int] | None, typer.Option(min=1, help="Replicas of the fleet; may be repeated, 100 unless given.")
+    ] = None,
+    sessions_per_s: Annotated[
+        float | None, typer.Option(min=0.001, help="New sessions of agents; one per replica and second unless given.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a run.")] = 20_000,
+    cost: Annotated[list[str] | None, typer.Option(help="h200 or cpu; h200 unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sessions.")] = 1,
+    json: Json = False,
+) -> None:
+    """Simulate replicas behind a router, with agents whose prompts grow: which router finds what is cached."""
+    (machine,) = chosen("--cost", cost or ["h200"], COST_NAMES)[:1]
+    from pydantic_core import to_json
+
+    from penstock.simulate.fleet import ROUTERS, Traffic, simulate_fleet
+
+    columns = ("sessions/s", "hit tokens", "TTFT p50 s", "p99", "busy")
+    table = table_of(f"{machine}, {requests:,} requests", ["replicas", "router"], columns)
+    found = []
+    for number in replicas or [100]:
+        traffic = Traffic(sessions_per_s=sessions_per_s or number)
+        for router in ROUTERS:
+            run = simulate_fleet(
+                router, num_replicas=number, num_requests=requests, traffic=traffic, machine=machine, seed=seed
+            )
+            found.append(run)
+            hits, busy = f"{run.hit_share:.1%}", f"{run.busy_share:.0%}"
+            times = (f"{run.ttft_p50_s:.3f}", f"{run.ttft_p99_s:.3f}")
+            table.add_row(f"{number:,}", router, f"{run.sessions_per_s:g}", hits, *times, busy)
+            progress_console().print(f"{number:,} replicas, {router}: {run.simulated_s:.0f} simulated seconds")
+    if json:
+        print(to_json(found, indent=2).decode())
+    else:
+        report_console().print(table)
 
 
 def scheduling_cost(json: Json = False) -> None:

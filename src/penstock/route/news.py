@@ -42,6 +42,19 @@ class Wanted:
         return cls(num_tokens=len(tokens), hashes=tuple(found))
 
 
+def reading_s(cost: Sequence[float], step_tokens: int, beside: StepLoad, start: int, end: int) -> float:
+    """Predicts how long tokens [start, end) of a prompt take in steps of a size, `beside` decodes that run on."""
+    num_tokens = end - start
+    if num_tokens <= 0:
+        return 0.0
+    step, token, token_context, decode_context, chunk_context = cost
+    num_steps = -(-num_tokens // step_tokens)
+    fetched = num_steps * start + step_tokens * num_steps * (num_steps - 1) // 2
+    every_step_s = step + token * beside.num_tokens + decode_context * beside.decode_contexts
+    read_s = token * num_tokens + token_context * (num_tokens * start + num_tokens * num_tokens // 2)
+    return num_steps * every_step_s + read_s + chunk_context * fetched
+
+
 class Load(Document):
     """Describes a replica at one moment: what it holds, what waits there, and what its steps take."""
 
@@ -68,15 +81,8 @@ class Load(Document):
 
     def reading_s(self, start: int, end: int) -> float:
         """Predicts how long tokens [start, end) of a prompt take beside the decodes that run."""
-        num_tokens = end - start
-        if num_tokens <= 0:
-            return 0.0
-        step, token, token_context, decode_context, chunk_context = self.step_cost
-        num_steps = -(-num_tokens // self.step_tokens)
-        fetched = num_steps * start + self.step_tokens * num_steps * (num_steps - 1) // 2
-        every_step_s = step + token * self.num_decodes + decode_context * self.decode_contexts
-        read_s = token * num_tokens + token_context * (num_tokens * start + num_tokens * num_tokens // 2)
-        return num_steps * every_step_s + read_s + chunk_context * fetched
+        beside = StepLoad(num_tokens=self.num_decodes, decode_contexts=self.decode_contexts)
+        return reading_s(self.step_cost, self.step_tokens, beside, start, end)
 
     @property
     def hashes(self) -> frozenset[int]:
@@ -89,7 +95,7 @@ def packed(hashes: Iterable[int]) -> tuple[int, str]:
     while len(found) > MAX_HASHES:
         divisor *= 2
         found = [one for one in found if one % divisor == 0]
-    return divisor, b64encode(array("I", sorted(found)).tobytes()).decode()
+    return divisor, b64encode(array("I", found).tobytes()).decode()
 
 
 class LoadMeter:

@@ -29,15 +29,28 @@ class _Replica:
 
     load: Load | None = None
     hashes: frozenset[int] = frozenset()
-    sent: dict[object, _Sent] = field(default_factory=dict[object, _Sent])  # by key, until it ends
-    coming: set[int] = field(default_factory=set[int])  # hashes of what was sent after the news
+    open: set[object] = field(default_factory=set[object])  # keys of what was sent, until it ends
+    untold: dict[object, _Sent] = field(default_factory=dict[object, _Sent])  # what was sent after the news
+    coming: set[int] = field(default_factory=set[int])  # hashes of that
+    coming_s: float = 0.0  # how long it takes
 
     def take(self, load: Load) -> None:
         self.load, self.hashes = load, load.hashes
-        self.coming = {one for sent in self.sent.values() if self._is_untold(sent) for one in sent.wanted.hashes}
+        sent_after = load.at_s - ON_THE_WAY_S
+        self.untold = {key: sent for key, sent in self.untold.items() if sent.at_s > sent_after}
+        self.coming = {one for sent in self.untold.values() for one in sent.wanted.hashes}
+        self.coming_s = sum(sent.reading_s for sent in self.untold.values())
 
-    def _is_untold(self, sent: _Sent) -> bool:
-        return self.load is None or sent.at_s > self.load.at_s - ON_THE_WAY_S
+    def send(self, key: object, sent: _Sent) -> None:
+        self.open.add(key)
+        self.untold[key] = sent
+        self.coming.update(sent.wanted.hashes)
+        self.coming_s += sent.reading_s
+
+    def end(self, key: object) -> None:
+        self.open.discard(key)
+        if (sent := self.untold.pop(key, None)) is not None:
+            self.coming_s -= sent.reading_s
 
     def is_fresh(self, now: float) -> bool:
         return self.load is not None and now - self.load.at_s <= FRESH_S
@@ -50,16 +63,17 @@ class _Replica:
         if load.hash_divisor > 1:  # of the others nothing is known: what is found covers those before it
             told = [one for one in told if one % load.hash_divisor == 0]
         known, coming = self.hashes, self.coming
+        if not told or (told[0] not in known and told[0] not in coming):
+            return 0
         found = bisect_left(told, True, key=lambda one: one not in known and one not in coming)
-        depth = found if load.hash_divisor == 1 or not found else wanted.hashes.index(told[found - 1]) + 1
+        depth = found if load.hash_divisor == 1 else wanted.hashes.index(told[found - 1]) + 1
         return depth * load.block_size
 
     def backlog_s(self, now: float) -> float:
         """Predicts how long it reads what is there already: by the news, and what was sent since then."""
         load = self.load
         assert load is not None
-        coming_s = sum(sent.reading_s for sent in self.sent.values() if self._is_untold(sent))
-        return max(0.0, load.backlog_s + coming_s - max(0.0, now - load.at_s))
+        return max(0.0, load.backlog_s + self.coming_s - max(0.0, now - load.at_s))
 
 
 class Router:
@@ -89,7 +103,7 @@ class Router:
         fresh = [(name, replica) for name, replica in replicas if replica.is_fresh(now)]
         if 2 * len(fresh) < len(replicas) or not fresh:
             pair = self._random.sample(replicas, min(2, len(replicas)))
-            return [name for name, _ in sorted(pair, key=lambda one: len(one[1].sent))]
+            return [name for name, _ in sorted(pair, key=lambda one: len(one[1].open))]
         ranked = [(self._rank(replica, wanted, now), name) for name, replica in fresh]
         return [name for _, name in sorted(ranked)]
 
@@ -100,7 +114,7 @@ class Router:
         has_room = wanted.num_tokens - num_cached <= load.num_free_blocks * load.block_size
         reading_s = load.reading_s(num_cached, wanted.num_tokens)
         predicted_s = replica.backlog_s(now) + (1 + OTHERS) * reading_s
-        return not has_room, round(predicted_s, 3), len(replica.sent), self._random.random()
+        return not has_room, round(predicted_s, 3), len(replica.open), self._random.random()
 
     def predicted_s(self, name: str, wanted: Wanted, now: float) -> float | None:
         """Predicts when the prompt would have its first token there; None where the news are old."""
@@ -116,10 +130,9 @@ class Router:
         load, reading_s = replica.load, 0.0
         if load is not None:
             reading_s = load.reading_s(replica.num_cached(wanted), wanted.num_tokens)
-        replica.sent[key] = _Sent(at_s=now, reading_s=reading_s, wanted=wanted)
-        replica.coming.update(wanted.hashes)
+        replica.send(key, _Sent(at_s=now, reading_s=reading_s, wanted=wanted))
 
     def end(self, name: str, key: object) -> None:
         """Notes that a prompt was answered, or left."""
         if name in self._replicas:
-            self._replicas[name].sent.pop(key, None)
+            self._replicas[name].end(key)
