@@ -48,8 +48,9 @@ struct norm {
     int64_t outer_stride, inner_stride;
     bf16 *out;                    /* as `rows`, without gaps */
     const float *weight;          /* [width] */
+    void *sums;                   /* as `out`: what it is added to as well, or NULL */
     parallel_t parallel;
-    int32_t num_outer, num_inner, width, num_threads, is_wide;
+    int32_t num_outer, num_inner, width, num_threads, is_wide, sums_are_wide;
     float eps;
 };
 

@@ -26,17 +26,34 @@ INLINE void norm_row(const struct norm *n, size_t first, bf16 *to, const int is_
     }
 }
 
+/* The norm of a row, as it was rounded. */
+INLINE void add_row(const struct norm *n, size_t row, const bf16 *normed)
+{
+    for (int i = 0; i < n->width; i += LANES) {
+        int count = n->width - i;
+        size_t at = row * n->width + i;
+        floats sum = v_add(load_values(n->sums, at, count, n->sums_are_wide), load_floats(normed + i, count));
+        if (n->sums_are_wide)
+            store_wide((float *)n->sums + at, sum, count);
+        else
+            store_floats((bf16 *)n->sums + at, sum, count);
+    }
+}
+
 static void norm_rows(const void *of, int first, int end)
 {
     const struct norm *n = of;
     for (int row = first; row < end; row++)
         for (int inner = 0; inner < n->num_inner; inner++) {
             size_t at = row * n->outer_stride + inner * n->inner_stride;
-            bf16 *to = n->out + ((size_t)row * n->num_inner + inner) * n->width;
+            size_t number = (size_t)row * n->num_inner + inner;
+            bf16 *to = n->out + number * n->width;
             if (n->is_wide)
                 norm_row(n, at, to, 1);
             else
                 norm_row(n, at, to, 0);
+            if (n->sums)
+                add_row(n, number, to);
         }
 }
 

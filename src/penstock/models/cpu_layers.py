@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from gguf.constants import GGMLQuantizationType as Type
 
-from penstock.kernels.calls import CKernels, c_kernels
+from penstock.kernels.calls import CKernels, address, c_kernels
 from penstock.models.quantization import HALF_GROUP
 from penstock.models.quantized import QuantizedMatrix, Weight
 
@@ -47,7 +47,9 @@ def product_workspace(kernels: CKernels, num_rows: int, num_inputs: int, num_thr
     return kept
 
 
-def norm_fields(x: torch.Tensor, weight_D: torch.Tensor, out: torch.Tensor, eps: float) -> dict[str, Any]:
+def norm_fields(
+    x: torch.Tensor, weight_D: torch.Tensor, out: torch.Tensor, eps: float, sums: torch.Tensor | None = None
+) -> dict[str, Any]:
     shape, strides = x.shape, x.stride()
     has_heads = len(shape) == 3
     return {
@@ -60,6 +62,8 @@ def norm_fields(x: torch.Tensor, weight_D: torch.Tensor, out: torch.Tensor, eps:
         "num_inner": shape[1] if has_heads else 1,
         "width": shape[-1],
         "is_wide": x.dtype == torch.float32,
+        "sums": address(sums),
+        "sums_are_wide": sums is not None and sums.dtype == torch.float32,
         "eps": eps,
     }
 

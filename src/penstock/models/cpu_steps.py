@@ -51,12 +51,12 @@ class CompiledSteps:
             assert isinstance(layer.mixer, Attention)
             assert isinstance(layer.mlp, GatedMlp)
             self._list_attention(layer, layer.mixer)
-            self._list_mlp(layer.norms["post_attention_layernorm"], layer.mlp)
+            self._list_mlp(layer, layer.mlp)
         calls = [{"kind": kind, "with": int(ffi().cast("uintptr_t", call))} for kind, call in self._calls]
         self._table = ffi().new("struct call[]", calls)
 
     def fits(self, inputs: ForwardInputs) -> bool:
-        return 0 < len(inputs.ids_T) <= MAX_ROWS and c_kernels() is not None
+        return 0 < len(inputs.ids_T) <= MAX_ROWS and inputs.media is None and c_kernels() is not None
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""
@@ -112,19 +112,30 @@ class CompiledSteps:
             "softcap": mixer.rule.softcap or 0.0,
         }
         self._list("attention", attend)
-        self._list_product(mixer.output, self._attended, self._hidden_RM, adds=True)
+        self._list_added(layer, "attention", mixer.output, self._attended)
 
-    def _list_mlp(self, norm: RmsNorm | LayerNorm, mlp: GatedMlp) -> None:
-        self._list_norm(norm, self._hidden_RM, self._normed_RM)
+    def _list_mlp(self, layer: Layer, mlp: GatedMlp) -> None:
+        self._list_norm(layer.norms[self._decoder.mlp_input_norm], self._hidden_RM, self._normed_RM)
         self._list_product(mlp.gate_up, self._normed_RM, self._gate_up)
         self._list("gate", gate_fields(self._gate_up, self._gated_RF, mlp.activation))
-        self._list_product(mlp.down, self._gated_RF, self._hidden_RM, adds=True)
+        self._list_added(layer, "mlp", mlp.down, self._gated_RF)
 
-    def _list_norm(self, norm: RmsNorm | LayerNorm, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Normalises parts of a row as wide as the weight: all of it, or each head."""
+    def _list_added(self, layer: Layer, part: str, linear: Linear | QuantizedLinear, x: torch.Tensor) -> None:
+        """Adds to the hidden states, within the product where no norm comes between."""
+        name = self._decoder.output_norm(part)
+        if name is None:
+            self._list_product(linear, x, self._hidden_RM, adds=True)
+        else:  # the rows that were normed before are not needed any more
+            self._list_product(linear, x, self._normed_RM)
+            self._list_norm(layer.norms[name], self._normed_RM, self._normed_RM, sums=self._hidden_RM)
+
+    def _list_norm(
+        self, norm: RmsNorm | LayerNorm, x: torch.Tensor, out: torch.Tensor, sums: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Normalises parts of a row as wide as the weight: all of it, or each head. Adds them to `sums` as well."""
         assert isinstance(norm, RmsNorm)
         parts = x.unflatten(-1, (-1, norm.weight.numel()))
-        self._list("norm", norm_fields(parts, norm.weight, out, norm.eps))
+        self._list("norm", norm_fields(parts, norm.weight, out, norm.eps, sums))
         return out
 
     def _list_product(
@@ -154,7 +165,7 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
     spec = decoder.spec
     if not isinstance(attention, CpuAttention) or attention.compiled is None or decoder.dtype != torch.bfloat16:
         return None
-    is_plain = spec.norms_inputs and not spec.norms_outputs and not spec.has_output_gate and spec.residual_scale == 1.0
+    is_plain = spec.norms_inputs and not spec.has_output_gate and spec.residual_scale == 1.0
     is_plain = is_plain and spec.norm == "rms" and spec.qk_norm != "rotated head" and spec.query_scale is None
     is_plain = is_plain and not (spec.norms_values or spec.scales_layers or spec.layer_inputs)
     are_alike = len({(layer.num_kv_heads, layer.head_size) for layer in spec.layers}) == 1

@@ -228,7 +228,7 @@ class Decoder:
         normed: torch.Tensor | None = None,  # None: the MLP has a norm of its own
     ) -> None:
         if normed is None:
-            normed = self._normed(layer, self._mlp_input_norm, hidden_TM)
+            normed = self._normed(layer, self.mlp_input_norm, hidden_TM)
         if isinstance(mlp, Experts):
             mlp = mlp.reading(hidden_TM, num_real_1)
         if layer.experts is not None:
@@ -250,7 +250,7 @@ class Decoder:
         scale: float = 1.0,
     ) -> None:
         scale *= self.spec.residual_scale
-        if norm := self._output_norm(part):
+        if norm := self.output_norm(part):
             hidden_TM += layer.norms[norm](last(x))
         elif scale != 1.0:
             hidden_TM.add_(last(x), alpha=scale)
@@ -283,10 +283,10 @@ class Decoder:
     # also where it norms attention's output; `pre_feedforward_layernorm` exists only beside the latter.
 
     @property
-    def _mlp_input_norm(self) -> str:
+    def mlp_input_norm(self) -> str:
         return "pre_feedforward_layernorm" if self.spec.norms_outputs else "post_attention_layernorm"
 
-    def _output_norm(self, part: str) -> str | None:
+    def output_norm(self, part: str) -> str | None:
         if not self.spec.norms_outputs:
             return None
         return "post_attention_layernorm" if part == "attention" else "post_feedforward_layernorm"
@@ -296,7 +296,7 @@ class Decoder:
         names = []
         if spec.norms_inputs:
             names += ["input_layernorm"] * (layer.has_attention or layer.is_recurrent)
-            names += [self._mlp_input_norm] * (layer.has_mlp and not spec.is_parallel)
+            names += [self.mlp_input_norm] * (layer.has_mlp and not spec.is_parallel)
         if spec.norms_outputs:
             names += ["post_attention_layernorm", "post_feedforward_layernorm"]
         if layer.has_mlp_beside:
