@@ -246,6 +246,10 @@ WHAT_IS_SPECIAL = {
     "starcoder2": "MLPs without a gate, layer norms with a bias.",
     "lfm2": "Hybrid: gated short convolutions, whose state is two columns, and attention.",
     "lfm2_moe": "The same with a mixture of experts, each with a score of its own.",
+    "glm4_moe": "GLM-4.5 to 4.7: a mixture, each expert with a score of its own; dense first layers, partial rotary.",
+    "dots1": "The same with norms on queries and keys and all of a head rotated.",
+    "minimax_m2": "Mixture of experts, each with a score of its own; norms on all queries and keys, partial rotary.",
+    "ernie4_5_moe": "Ernie 4.5 with a mixture of experts, chosen by corrected scores, beside shared ones.",
     "nemotron_h": "Hybrid: each layer is Mamba 2, attention, an MLP or a mixture; not with latent experts.",
     "falcon_h1": "Hybrid: Mamba 2 and attention beside each other in every layer, with multipliers.",
 }

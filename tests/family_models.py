@@ -33,6 +33,7 @@ _TEXT = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+_DEEPSEEK = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 _DELTA = {
     "head_dim": 64,
     "linear_num_key_heads": 4,
@@ -168,6 +169,21 @@ FAMILIES: dict[str, Family] = {
             moe_intermediate_size=512,
             moe_shared_expert_intermediate_size=512,
         )
+    ),
+    "glm4-moe": Family(config=_text("Glm4MoeConfig", **_DEEPSEEK, head_dim=64, n_shared_experts=1)),
+    "dots1": Family(config=_text("Dots1Config", **_DEEPSEEK, head_dim=64, n_shared_experts=1)),
+    "minimax-m2": Family(
+        config=_text(
+            "MiniMaxM2Config",
+            head_dim=64,
+            num_local_experts=16,
+            num_experts_per_tok=4,
+            intermediate_size=512,
+            rotary_dim=32,
+        )
+    ),
+    "ernie4.5-moe": Family(
+        config=_text("Ernie4_5_MoeConfig", head_dim=64, moe_num_experts=16, moe_k=4, moe_intermediate_size=512)
     ),
     "falcon-h1": Family(config=_text("FalconH1Config", **_MAMBA, mamba_d_ssm=1024)),
     "llava": Family(config=_llava, image={"pixel_values": (1, 3, 336, 336)}, image_tokens=576),

@@ -30,6 +30,7 @@ MORE = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},

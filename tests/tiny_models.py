@@ -71,6 +71,13 @@ _GRANITE = {
 }
 
 _LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3}
+_DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+}
 _NEMOTRON_H = {
     "num_hidden_layers": 6,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "full_attention"],
@@ -187,6 +194,30 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         routed_scaling_factor=1.7,
         rope_parameters=_rope("default"),
     ),
+    "glm4-moe": lambda: _config(
+        "Glm4MoeConfig",
+        **_DEEPSEEK,
+        head_dim=24,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=2,
+    ),
+    "glm4-moe-air": lambda: _config("Glm4MoeConfig", **_DEEPSEEK, norm_topk_prob=False, tie_word_embeddings=True),
+    "dots1": lambda: _config("Dots1Config", **_DEEPSEEK, head_dim=24, sliding_window=13, max_window_layers=2),
+    "minimax-m2": lambda: _config(
+        "MiniMaxM2Config", head_dim=24, num_local_experts=8, num_experts_per_tok=3, intermediate_size=40, rotary_dim=16
+    ),
+    "ernie4-5-moe": lambda: _config(
+        "Ernie4_5_MoeConfig",
+        head_dim=24,
+        moe_num_experts=8,
+        moe_k=3,
+        moe_intermediate_size=40,
+        moe_layer_interval=2,
+        moe_layer_end_index=2,
+    ),
     "nemotron-h": lambda: _config("NemotronHConfig", **_NEMOTRON_H),
     "nemotron-h-biases": lambda: _config(
         "NemotronHConfig", **_NEMOTRON_H, use_bias=True, n_group=4, topk_group=2, norm_topk_prob=False
@@ -270,6 +301,11 @@ RECURRENT = {
 # Whose attention is that of others: what is left to try for every family is short.
 LATER = {
     *_LATER_RECURRENT,
+    "glm4-moe",
+    "glm4-moe-air",
+    "dots1",
+    "minimax-m2",
+    "ernie4-5-moe",
     "gemma4-dense",
     "gemma4-unified",
     "ministral3",

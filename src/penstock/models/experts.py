@@ -156,7 +156,8 @@ class Experts:
         return weights_TA * self.scales_E[experts_TA.long().clamp(max=len(self.scales_E) - 1)]
 
     def _by_scores(self, routing: SigmoidRouting, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores_TE = wide_product(x_TM, self.router.weight_OI).sigmoid_()
+        logits_TE = wide_product(x_TM, self.router.weight_OI)
+        scores_TE = logits_TE.softmax(-1) if routing.is_softmax else logits_TE.sigmoid_()
         wanted_TE = scores_TE if self.score_bias_E is None else scores_TE + self.score_bias_E
         if routing.num_active_groups < routing.num_groups:
             groups_TGE = wanted_TE.unflatten(-1, (routing.num_groups, -1))
@@ -189,7 +190,10 @@ class Experts:
         if self.router.bias_O is not None:
             yield f"{prefix}.{names.router}.bias", self.router.bias_O
         if self.score_bias_E is not None:
-            yield f"{prefix}.{names.score_bias}", self.score_bias_E
+            yield (
+                f"{prefix}.{names.score_bias}",
+                self.score_bias_E[None] if names.score_bias_is_row else self.score_bias_E,
+            )
         if self.routed_norm is not None and self.scales_E is not None:
             yield f"{prefix}.{names.routed_scale}", self.routed_norm.weight
             yield f"{prefix}.{names.expert_scales}", self.scales_E

@@ -68,6 +68,17 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
         score_bias="mixer.gate.e_score_correction_bias",
     ),
     "deepseek": ExpertNames(shared="mlp.shared_experts"),
+    "minimax": ExpertNames(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        gate="w1",
+        up="w3",
+        down="w2",
+        score_bias="block_sparse_moe.e_score_correction_bias",
+    ),
+    "ernie": ExpertNames(
+        shared="mlp.shared_experts", score_bias="mlp.moe_statics.e_score_correction_bias", score_bias_is_row=True
+    ),
     "gemma4": ExpertNames(router="router.proj", experts="experts", layout="outputs first", gate="gate_up_proj"),
 }
 _QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
@@ -168,6 +179,7 @@ _GLM_DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
+_DEEPSEEK_KEYS = {"num_experts": "n_routed_experts", "num_dense_layers": "first_k_dense_replace"}
 _LAYER_NORM = {"norm": "layer", "has_norm_biases": True}
 _MINISTRAL_ROPE = {
     "type": "yarn",
@@ -444,6 +456,60 @@ FAMILIES: Mapping[str, Family] = {
         },
         experts="lfm2",
         recurrent="conv",
+    ),
+    "glm4_moe": Family(
+        biases={"qkv_bias": "attention_bias"},
+        keys=_DEEPSEEK_KEYS,
+        defaults={
+            **_EPS_5,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "num_dense_layers": 1,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+        },
+        experts="deepseek",
+    ),
+    "dots1": Family(
+        sliding="by-layer-type",
+        traits={"qk_norm": "head"},
+        keys=_DEEPSEEK_KEYS,
+        defaults={"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
+        experts="deepseek",
+        normalizes_chosen=False,
+    ),
+    "minimax_m2": Family(
+        theta=5_000_000.0,
+        biases={},
+        traits={"qk_norm": "projection"},
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
+        experts="minimax",
+    ),
+    "ernie4_5_moe": Family(
+        theta=500_000.0,
+        tied_by_default=True,
+        biases={},
+        traits={"interleaves_rotary": True},
+        keys={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_k",
+            "n_shared_experts": "moe_num_shared_experts",
+            "num_dense_layers": "moe_layer_start_index",
+            "decoder_sparse_step": "moe_layer_interval",
+        },
+        defaults={
+            **_EPS_5,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 1536,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "num_dense_layers": 1,
+        },
+        known={"use_bias": False, "moe_norm_min": 1e-12},
+        experts="ernie",
     ),
     "nemotron_h": Family(
         biases={},

@@ -21,19 +21,21 @@ class ExpertNames:
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the first is gate and up in one
     shared_gate: str = "mlp.shared_expert_gate"
     score_bias: str = "mlp.gate.e_score_correction_bias"
+    score_bias_is_row: bool = False
     routed_scale: str = "router.scale"
     expert_scales: str = "router.per_expert_scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidRouting:
-    """Each expert has a score of its own, between 0 and 1."""
+    """Experts are chosen by scores between 0 and 1, of its own for each unless they add up to one."""
 
     has_bias: bool  # added to a score where experts are chosen, not where they are weighed
     num_groups: int  # of experts
     num_active_groups: int  # of one token: those whose best two experts have the highest scores
     scale: float  # of the weights
     eps: float  # added to their sum where they are normalised
+    is_softmax: bool = False  # scores add up to one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from penstock.models.unlike_layers import gemma4_config, gemma4_layers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors", "proportional")
 LOCAL_THETA = {"olmo3": 500_000.0}  # of layers with a window, where a config names none
 RECURRENT_KINDS = ("linear_attention", "mamba", "conv")
-SIGMOID_EPS = {"lfm2": 1e-6, "nemotron": 1e-20, "deepseek": 1e-20}  # of mixtures with a score for each expert
+# Of mixtures that choose by scores.
+SCORE_EPS = {"lfm2": 1e-6, "nemotron": 1e-20, "deepseek": 1e-20, "minimax": 0.0, "ernie": 0.0}
 NORMS_BESIDE = 3  # of an MLP beside experts: of what each gives, and of what the experts read
 NUM_XIELU = 4  # numbers of an activation that is learnt
 # Where a config names none.
@@ -37,7 +38,10 @@ ROTARY_SECTIONS = {
 }
 # Where a part of a head is rotated if the config says so; other classes of transformers do not look.
 PARTLY_ROTATED = frozenset(
-    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "phi3", "bamba", "glm", "glm4", "nemotron", "stablelm")
+    (
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "phi3", "bamba", "glm", "glm4", "nemotron", "stablelm"),
+        *("glm4_moe", "minimax_m2"),
+    )
 )
 IN_TURNS = frozenset(ROTARY_SECTIONS) - {"qwen2_5_vl_text"}  # whose axes take turns
 
@@ -341,6 +345,8 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "layer_inputs": _layer_inputs(config) if model_type == "gemma4_text" else None,
         "recurrent": _recurrent(model_type, family, config) if any(layer.is_recurrent for layer in layers) else None,
     }
+    if model_type == "glm4_moe" and config.get("use_qk_norm"):
+        values["qk_norm"] = "head"
     if model_type.startswith("granite"):
         values |= _granite_scales(config)
     if model_type == "falcon_h1":
@@ -492,7 +498,7 @@ def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
         ),
         has_shared_gate=family.experts in ("qwen", "mixtral"),
         is_gated=bool(family.traits.get("is_gated", True)),
-        sigmoid=_sigmoid(family, config) if family.experts in SIGMOID_EPS else None,
+        sigmoid=_sigmoid(family, config) if family.experts in SCORE_EPS else None,
         norms_routed=family.experts == "gemma4",
     )
 
@@ -503,7 +509,8 @@ def _sigmoid(family: Family, config: Mapping[str, Any]) -> SigmoidRouting:
         num_groups=int(config.get("n_group") or 1),
         num_active_groups=int(config.get("topk_group") or 1),
         scale=float(config.get("routed_scaling_factor", 1.0)),
-        eps=SIGMOID_EPS[str(family.experts)],
+        eps=SCORE_EPS[str(family.experts)],
+        is_softmax=family.experts == "ernie",
     )
 
 
@@ -561,7 +568,9 @@ def _float(value: Any) -> float:
 def _has_experts(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     if family.experts is None or 0 in (config.get("num_local_experts"), config.get("num_experts")):
         return False
+    last = config.get("moe_layer_end_index")
     is_dense = layer in (config.get("mlp_only_layers") or ()) or layer < int(config.get("num_dense_layers") or 0)
+    is_dense = is_dense or (last not in (None, -1) and layer > int(last))
     return not is_dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
@@ -636,11 +645,13 @@ def _rotary(
         raise UnsupportedModel(
             f"The rotary scaling {kind!r} has no native form; native ones are {', '.join(ROPE_TYPES)}."
         )
-    share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = float(share or (config.get("rotary_dim") or head_size) / head_size)
     if kind == "default" and model_type not in PARTLY_ROTATED:
         share = 1.0
     num_dims = head_size if kind == "proportional" else int(head_size * share)
-    if num_dims % 2:
+    is_paired = FAMILIES[model_type].traits.get("interleaves_rotary") or num_dims == head_size
+    if num_dims % 2 and is_paired:
         raise UnsupportedModel(f"Heads of which {num_dims} values are rotated, an odd number, have no native form.")
     max_context = int(config["max_position_embeddings"])
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
