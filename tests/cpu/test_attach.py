@@ -298,7 +298,18 @@ def test_what_lies_past_a_window_is_tried_on_a_small_copy():
         penstock.attach(ForgetsPastItsWindow(config).eval())
 
 
-def test_padding_that_a_state_would_remember_is_refused():
+@pytest.mark.parametrize("name", ["bamba", "lfm2", "qwen3-5"])
+def test_left_padded_batches_of_hybrids_are_exact(name):
+    """Of more padding than a chunk has tokens."""
+    model, batch = tiny_model(name), torch.tensor([prompt(60), [0] * 20 + prompt(40, seed=2)])
+    mask = torch.ones_like(batch)
+    mask[1, :20] = 0
+    reference = generate(model, input_ids=batch, attention_mask=mask)
+    with penstock.attach(model, chunk_size=7):
+        assert_same(generate(model, input_ids=batch, attention_mask=mask), reference)
+
+
+def test_padding_that_a_state_would_remember_is_read_in_one_chunk():
     """Single steps of this model do not mask padding; chunks of several tokens do."""
     config = transformers.FalconH1Config(**(HYBRID | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16}))
     model = recurrent_model(config)
@@ -308,8 +319,9 @@ def test_padding_that_a_state_would_remember_is_refused():
     reference = generate(model, input_ids=batch, attention_mask=mask)
     with penstock.attach(model, chunk_size=7):
         assert_same(generate(model, input_ids=batch, attention_mask=mask), reference)
-    with penstock.attach(model, chunk_size=1), pytest.raises(UnsupportedModel, match="when prompts are padded"):
-        generate(model, input_ids=batch, attention_mask=mask)
+    with penstock.attach(model, chunk_size=1) as attachment:
+        assert_same(generate(model, input_ids=batch, attention_mask=mask), reference)
+    assert attachment.reading.adjustments == ("tokens 0 to 21 belong together and were read in one chunk",)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidSetting, MemoryTooSmall
-from penstock.lanes.place import NO_SHARED_PREFIXES
+from penstock.lanes.place import NO_SHARED_PREFIXES, TEXT_ALONE
 from penstock.lanes.table import LANES, settle
 from penstock.models.files import resolve
 from penstock.proof.verdict import Finding, Verdict, Way
@@ -98,7 +98,7 @@ def test_a_context_past_the_models_own_is_said_or_refused(place_of):
 def test_what_a_lane_takes_away_is_said_and_does_not_hold(place_of):
     assert place_of(TEXT, overlap=8, chunk_size=16).lane_adjustments() == []
     images = place_of(IMAGES | {"model_type": "kosmos"}, overlap=8, chunk_size=16)
-    assert images.lane_adjustments()[0] == NO_SHARED_PREFIXES
+    assert images.lane_adjustments()[0] == NO_SHARED_PREFIXES + TEXT_ALONE
     assert "overlap 8 lowered to 0" in images.lane_adjustments()[1]
     strict = dataclasses.replace(images, config=dataclasses.replace(images.config, strict=True))
     with pytest.raises(InvalidSetting, match="--strict: overlap 8"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class TextReader:
         self.request_id = 0
         self._num_prompt_tokens = 0  # of the generate call that runs now; 0: not read yet
         self._wants_last_row_only = True
-        self._is_padding_proven = False
+        self._keeps_padding: bool | None = None  # None: no padded prompt has come
         self._images: AttachedImages | None = None  # of the generate call that runs now
 
     def begin(self, request_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -159,9 +160,8 @@ class TextReader:
         return True
 
     def read(self, inputs: Mapping[str, Any]) -> Any:
-        prompt = PromptReading(self, self._prompt(inputs), inputs)
         _refuse_outputs_of_all_tokens(inputs)
-        self._require_exact_padding(inputs.get("attention_mask"))
+        prompt = PromptReading(self, self._with_padding(self._prompt(inputs), inputs), inputs)
         output = read_in_chunks(
             self._forward,
             prompt.prompt,
@@ -180,13 +180,22 @@ class TextReader:
         free = None if budget is None else max(1, budget - held_bytes(self.model.device))
         return media_prompt(self.media, inputs, self._images, free_bytes=free)
 
-    def _require_exact_padding(self, mask: Any) -> None:
-        """Checked when the first padded prompt comes, because most prompts are not padded."""
-        is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask.all())
-        if is_padded and not self._is_padding_proven:
-            found = check_forward(self.model, chunk_sizes=self._padded_sizes(), num_padding=PADDING_TRIED)
-            _require_exact(self.model, found, when=" when prompts are padded")
-            self._is_padding_proven = True
+    def _with_padding(self, prompt: ForwardPrompt, inputs: Mapping[str, Any]) -> ForwardPrompt:
+        """Checked when the first padded prompt comes, because most prompts are not padded. Models that mask padding
+        in their first call alone, or in calls of several tokens, get all of it in the first chunk."""
+        mask = inputs.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
+            return prompt
+        if self._keeps_padding is None:
+            check = partial(check_forward, self.model, chunk_sizes=self._padded_sizes(), num_padding=PADDING_TRIED)
+            found = check()
+            self._keeps_padding = not found.exact and isinstance(prompt, TextCall) and check(keeps_padding=True).exact
+            if not self._keeps_padding:
+                _require_exact(self.model, found, when=" when prompts are padded")
+        num_padding = int((mask.cumsum(-1) == 0).sum(-1).max()) - (mask.shape[1] - prompt.num_tokens)
+        if not self._keeps_padding or num_padding < 1 or not isinstance(prompt, TextCall):
+            return prompt
+        return prompt.with_first_whole(num_padding)
 
     def _padded_sizes(self) -> tuple[int, ...]:
         """Padding comes first, so only chunks of the largest size hold it; under a budget that may be any size."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -243,6 +243,11 @@ class TextCall:
         )
         call._refuse_what_cannot_be_cut()
         return call
+
+    def with_first_whole(self, num_padding: int) -> TextCall:
+        """Keeps that many tokens and the one after them in one chunk."""
+        first = Span(start=0, end=min(num_padding + 1, self.num_tokens))
+        return replace(self, atomic=merge_spans([*self.atomic, first]))
 
     @property
     def position_ids(self) -> torch.Tensor | None:

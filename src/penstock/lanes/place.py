@@ -24,6 +24,7 @@ TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING, "mps": CPU_TILING}
 MAX_PACKED_BYTES = {"cpu": 16 * 2**20, "cuda": None, "mps": None}
 LARGEST_CAPTURED_STEP = 256  # sequences of the largest step of decodes that is captured as a CUDA graph
 NO_SHARED_PREFIXES = "the prefix cache is off: the model keeps its own cache for each sequence"
+TEXT_ALONE = "; --text-only reads its text part as a text model, which shares prefixes where its check allows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class Place:
         if lane.reads_whole and config.chunk_size != 0:
             found.append(f"prompts are read whole: {lane.reason}")
         if not lane.shares_prefixes and config.prefix_cache:
-            found.append(NO_SHARED_PREFIXES)
+            found.append(NO_SHARED_PREFIXES + TEXT_ALONE * lane.reads_images)
         if not lane.shares_prefixes and config.overlap:
             message = f"overlap {config.overlap} lowered to 0: the model's own cache cannot be rewound"
             if config.strict:

@@ -20,13 +20,16 @@ NUM_PROMPTS = 3
 
 
 @torch.no_grad()
-def check_forward(model: Any, *, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, num_padding: int = 0) -> Finding:
-    """Text through the model in memory, in its own dtype; the first `num_padding` tokens are masked."""
+def check_forward(
+    model: Any, *, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, num_padding: int = 0, keeps_padding: bool = False
+) -> Finding:
+    """Text through the model in memory, in its own dtype; the first `num_padding` tokens are masked, beside a row
+    without padding: some classes look at masks of batches alone. `keeps_padding`: the first chunk holds them all."""
     was_training = model.training
     model.eval()
     try:
         return compared(
-            _text_cases(model, num_padding),
+            _text_cases(model, num_padding, keeps_padding),
             [(size,) for size in chunk_sizes],
             what="chunked logits",
             against="the whole prompt's",
@@ -36,10 +39,13 @@ def check_forward(model: Any, *, chunk_sizes: tuple[int, ...] = CHUNK_SIZES, num
         model.train(was_training)
 
 
-def _text_cases(model: Any, num_padding: int) -> Iterator[Case]:
+def _text_cases(model: Any, num_padding: int, keeps_padding: bool) -> Iterator[Case]:
     for seed in range(NUM_PROMPTS):
         inputs = text_inputs(model, NUM_TOKENS, seed=seed, num_padding=num_padding)
-        yield forward_case(model, inputs, TextCall.of(inputs), first_row=num_padding)
+        call = TextCall.of(inputs)
+        if keeps_padding:
+            call = call.with_first_whole(num_padding)
+        yield forward_case(model, inputs, call, first_row=num_padding)
 
 
 def forward_case(model: Any, inputs: dict[str, Any], prompt: ForwardPrompt, *, first_row: int = 0) -> Case:
@@ -64,7 +70,10 @@ def forward_case(model: Any, inputs: dict[str, Any], prompt: ForwardPrompt, *, f
 def text_inputs(model: Any, num_tokens: int, *, seed: int, num_padding: int = 0) -> dict[str, torch.Tensor]:
     vocabulary = model.config.get_text_config().vocab_size
     inputs = {"input_ids": ordinary_tokens(model, vocabulary, num_tokens, seed=seed)}
-    positions = torch.arange(num_tokens, device=model.device)[None] - num_padding
+    if num_padding:
+        inputs["input_ids"] = inputs["input_ids"].expand(2, -1)
+    places = torch.arange(num_tokens, device=model.device)[None]
+    positions = torch.cat([places - num_padding, places]) if num_padding else places
     if num_padding:
         inputs["attention_mask"] = (positions >= 0).long()
     if ForwardSignature.of(model.forward).accepts("position_ids"):
