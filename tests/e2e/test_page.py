@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from hang_bound import HANG_S
+from hang_bound import HANG_S, within
 from server_process import serving
 from tiny_chat_model import save_tiny_chat_model
 
@@ -93,6 +93,20 @@ def test_the_gauges_say_something_before_the_first_request(browser, tmp_path):
         assert says(page, "#memory-of", "budget") == "of weights, budget 2.00 GB"
         assert "–" not in page.text_content(".gauges")
         page.close()
+
+
+def test_nobody_is_asked_before_the_page_knows_the_model(browser, server):
+    held = []
+    page = browser.new_page()
+    page.route("**/timeline", lambda route: held.append(route))
+    page.goto(server.url)
+    assert within(HANG_S, lambda: page.evaluate("1") and held)
+    assert page.is_disabled("#send")
+    assert page.text_content("#state") == "connecting"
+    held[0].continue_()
+    page.wait_for_selector("#state.live")
+    assert page.is_enabled("#send")
+    page.close()
 
 
 def test_a_refusal_is_shown(page):
