@@ -6,15 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.answer.notations import (
-    JsonCall,
-    JsonOrNamed,
-    MarkedCall,
-    NamedJson,
-    Notation,
-    PythonCall,
-    XmlCall,
-)
+from penstock.answer.notations import JsonCall, JsonOrNamed, MarkedCall, NamedJson, Notation, PythonCall, XmlCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +28,7 @@ class CallFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (
-            *self.openings,
-            *self.starts,
-            *self.prefixes,
-            *self.suffixes,
-            *self.inner,
-        )
+        return (*self.openings, *self.starts, *self.prefixes, *self.suffixes, *self.inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,22 +13,12 @@ from penstock.answer.formats import FORMATS, REASONINGS, CallFormat, ReasoningFo
 from penstock.answer.reader import AnswerFormat, AnswerReader
 from penstock.errors import InvalidPrompt
 
-_IDS = (
-    "call00001",
-    "functions.a_probe:0",
-)  # some templates want nine letters, some print the id for the name
+_IDS = ("call00001", "functions.a_probe:0")  # some templates want nine letters, some print the id for the name
 _NAME, _ARGUMENTS = "a_probe", {"a_key": "a value"}
 _SYSTEM = {"role": "system", "content": "!"}  # without which some show no tools
 _USER = {"role": "user", "content": "?"}
-_SCHEMA = {
-    "type": "object",
-    "properties": {"a_key": {"type": "string", "description": ""}},
-    "required": ["a_key"],
-}
-_TOOL = {
-    "type": "function",
-    "function": {"name": _NAME, "description": "", "parameters": _SCHEMA},
-}
+_SCHEMA = {"type": "object", "properties": {"a_key": {"type": "string", "description": ""}}, "required": ["a_key"]}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": _SCHEMA}}
 # Of templates that print the values of Python without quotes, or leave the writing of calls to others.
 _SIGNS_OF_PYTHON = (f"[{_NAME}(", "<|tool_list_start|>")
 Rendered = Callable[..., str]
@@ -52,11 +42,7 @@ class TemplateForms:
         }
 
     def answer_format(
-        self,
-        prompt: str,
-        schemas: Mapping[str, Mapping[str, Any]] | None,
-        *,
-        takes_one_call: bool = False,
+        self, prompt: str, schemas: Mapping[str, Mapping[str, Any]] | None, *, takes_one_call: bool = False
     ) -> AnswerFormat:
         """Gives the format of an answer to a rendered prompt. `schemas`: of the functions that are offered, if any."""
         reasoning = self.reasoning
@@ -84,10 +70,7 @@ def probe(rendered: Rendered, source: str = "") -> TemplateForms:
     for id_, arguments in product(_IDS, (_ARGUMENTS, json.dumps(_ARGUMENTS))):
         answer = shown(_USER, _called(id_, arguments), add_generation_prompt=False)
         turns = [rest for rest in (_rest(answer, start) for start in starts) if _NAME in rest] or turns
-        calls = next(
-            (row for row in FORMATS.values() if any(_reads_back(row, turn) for turn in turns)),
-            None,
-        )
+        calls = next((row for row in FORMATS.values() if any(_reads_back(row, turn) for turn in turns)), None)
         if calls is not None:
             break
     else:
@@ -102,20 +85,13 @@ def probe(rendered: Rendered, source: str = "") -> TemplateForms:
 
 
 def _called(id_: str, arguments: Any) -> dict[str, Any]:
-    call = {
-        "id": id_,
-        "type": "function",
-        "function": {"name": _NAME, "arguments": arguments},
-    }
+    call = {"id": id_, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _rest(answer: str, start: str) -> str:
     """Gives what follows where an answer departs from a start: the assistant's turn, or what is left of it."""
-    same = next(
-        (at for at, pair in enumerate(zip(answer, start, strict=False)) if len(set(pair)) > 1),
-        len(start),
-    )
+    same = next((at for at, pair in enumerate(zip(answer, start, strict=False)) if len(set(pair)) > 1), len(start))
     return answer[same:]
 
 
@@ -133,15 +109,7 @@ def _announced(prompt: str, source: str, turns: Sequence[str]) -> CallFormat | N
         return FORMATS["pythonic"]
     text = prompt + source
     rows = [row for row in FORMATS.values() if any(mark in text for mark in (*row.openings, *row.starts))]
-    return (
-        None
-        if turns
-        else max(
-            rows,
-            key=lambda row: sum(mark in text for mark in row.markers),
-            default=None,
-        )
-    )
+    return None if turns else max(rows, key=lambda row: sum(mark in text for mark in row.markers), default=None)
 
 
 def _reasoning(text: str) -> ReasoningFormat | None:

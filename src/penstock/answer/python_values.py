@@ -6,27 +6,10 @@ import json
 import re
 
 from penstock.answer.scanner import Broken, Pieces, Reading, Scanner, collected
-from penstock.answer.values import (
-    MAX_DEPTH,
-    WORDS,
-    hex_digits,
-    in_string,
-    is_number,
-    items,
-)
+from penstock.answer.values import MAX_DEPTH, WORDS, hex_digits, in_string, is_number, items
 
 _WORD = re.compile(r"[-+.\w]*")
-_ESCAPES = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "a": "\a",
-    "v": "\v",
-    "0": "\0",
-    "\n": "",
-}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _ESCAPES |= {"\\": "\\", "'": "'", '"': '"'}
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -55,12 +38,7 @@ def python_value(scan: Scanner, depth: int = 0) -> Pieces[None]:
         yield from _string(scan, char)
     elif char in ("[", "("):
         scan.at += 1
-        yield from items(
-            scan,
-            "[]",
-            "]" if char == "[" else ")",
-            lambda: python_value(scan, depth + 1),
-        )
+        yield from items(scan, "[]", "]" if char == "[" else ")", lambda: python_value(scan, depth + 1))
     elif char == "{":
         scan.at += 1
         yield from items(scan, "{}", "}", lambda: _member(scan, depth + 1))

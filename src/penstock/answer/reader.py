@@ -7,15 +7,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.answer.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    ReasoningDelta,
-    TextDelta,
-    merged,
-)
+from penstock.answer.events import AnswerEvent, CallArguments, CallBegun, CallEnded, ReasoningDelta, TextDelta, merged
 from penstock.answer.formats import CallFormat, ReasoningFormat
 from penstock.answer.notations import Named, Schemas
 from penstock.answer.scanner import Broken, Reading, Scanner, first_of, num_open
@@ -76,10 +68,7 @@ class AnswerReader:
         reasoning = self._form.reasoning
         while (marker := (yield from self._text())) is not None:
             self._is_behind_marker = True
-            if reasoning is not None and marker in (
-                reasoning.opening,
-                reasoning.closing,
-            ):
+            if reasoning is not None and marker in (reasoning.opening, reasoning.closing):
                 self._is_reasoning, self._is_fresh = marker == reasoning.opening, True
             elif reasoning is None or marker not in reasoning.ignored:
                 yield from self._calls(marker)
@@ -134,11 +123,7 @@ class AnswerReader:
             return found
         if self._is_reasoning:
             return (form.reasoning.closing, *found)
-        return (
-            *form.reasoning.ignored,
-            *found,
-            *((form.reasoning.opening,) if form.reasoning.is_anywhere else ()),
-        )
+        return (*form.reasoning.ignored, *found, *((form.reasoning.opening,) if form.reasoning.is_anywhere else ()))
 
     def _tell(self, text: str) -> Events:
         if text:
@@ -179,27 +164,16 @@ class AnswerReader:
                 elif isinstance(piece, Named):
                     if is_bare and self._form.schemas and piece.name not in self._form.schemas:
                         raise Broken
-                    self._num_calls, is_begun, self._is_reasoning = (
-                        index + 1,
-                        True,
-                        False,
-                    )
+                    self._num_calls, is_begun, self._is_reasoning = (index + 1, True, False)
                     if not is_dropped:
-                        yield CallBegun(
-                            index=index,
-                            id=piece.id or _new_id(form.id_length),
-                            name=piece.name,
-                        )
+                        yield CallBegun(index=index, id=piece.id or _new_id(form.id_length), name=piece.name)
                 elif not is_dropped:
                     yield CallArguments(index=index, text=piece)
         except Broken:
             self.num_unread += 1
             if is_begun:
                 self._is_fresh = self._is_behind_marker = False
-                yield CallEnded(
-                    index=index,
-                    unread=self._space + self._scan.text[start : self._scan.at],
-                )
+                yield CallEnded(index=index, unread=self._space + self._scan.text[start : self._scan.at])
             return False
         if not is_dropped:
             yield CallEnded(index=index)
