@@ -21,7 +21,11 @@ def call(function: str, **arguments: object) -> str:
 
 @contextmanager
 def playing(
-    folder: Path, script: list[str], *flags: str, template: str = TEMPLATE, is_hybrid: bool = False
+    folder: Path,
+    script: list[str] | dict[str, list[str]],
+    *flags: str,
+    template: str = TEMPLATE,
+    is_hybrid: bool = False,
 ) -> Iterator[ServerProcess]:
     model = folder / "tiny"
     model.mkdir()

@@ -1,7 +1,7 @@
 """`penstock serve` with a model whose tokens follow a script; template, chunks, cache, readers and streams are real.
 
 A script is a list of answers. A prompt that offers tools is answered with the one after as many results as it holds,
-another prompt with the last one.
+another prompt with the last one. Several scripts stand by a word, and a prompt takes the first whose word it has.
 
 python tests/scripted_server.py SCRIPT.json MODEL [flags of serve]
 """
@@ -45,7 +45,7 @@ class ScriptedLane:
 
 
 class ScriptedEngine(Engine):
-    script: list[str]
+    scripts: dict[str, list[str]]
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self._scripted = ScriptedLane(model.lane)
@@ -56,7 +56,8 @@ class ScriptedEngine(Engine):
 
     def submit(self, prompt: Any, **settings: Any) -> Any:
         text = self.tokenizer.decode(prompt, skip_special_tokens=False)
-        written = self.script[min(text.count(RESULT), len(self.script) - 1) if TOOLS in text else -1]
+        script = next(script for word, script in self.scripts.items() if word in text)
+        written = script[min(text.count(RESULT), len(script) - 1) if TOOLS in text else -1]
         tokens = [*self.tokenizer.encode(written, add_special_tokens=False), min(self.model.eos_ids)]
         handle = super().submit(prompt, **settings)
         self._scripted.answers[int(handle)] = (len(prompt), tokens)
@@ -64,7 +65,8 @@ class ScriptedEngine(Engine):
 
 
 if __name__ == "__main__":
-    ScriptedEngine.script = json.loads(Path(sys.argv.pop(1)).read_text())
+    script = json.loads(Path(sys.argv.pop(1)).read_text())
+    ScriptedEngine.scripts = script if isinstance(script, dict) else {"": script}
     service.Engine = ScriptedEngine  # ty: ignore
     sys.argv.insert(1, "serve")
     main()

@@ -6,52 +6,86 @@ from pathlib import Path
 import httpx
 import pytest
 from hang_bound import HANG_S
-from scripted_model import playing
+from scripted_model import call, playing
 from server_process import events
 
-BODIES = sorted((Path(__file__).parents[1] / "client_bodies").glob("*.json"))
+BODIES = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parents[1] / "client_bodies").iterdir()}
 ANSWER = "Mended: add now adds."
-DELTAS = {"content_block_delta": ("delta", "text"), "response.output_text.delta": ("delta",)}
+# By the type of an event, where it has what the model wrote.
+TEXTS = {"content_block_delta": ("delta", "text"), "response.output_text.delta": ("delta",)}
+NAMES = {"content_block_start": ("content_block", "name"), "response.output_item.added": ("item", "name")}
+ARGUMENTS = {
+    "content_block_delta": ("delta", "partial_json"),
+    "response.function_call_arguments.delta": ("delta",),
+}
 ENDS = {"message_stop", "response.completed", "[DONE]"}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with playing(tmp_path_factory.mktemp("agents"), [ANSWER]) as server:
+    """Answers with the call that a body is marked with, where its function is offered."""
+    calls = [given["call"] for given in BODIES.values() if "call" in given]
+    scripts = {f'"{one["name"]}"': [call(one["name"], **one["arguments"])] for one in calls} | {"": [ANSWER]}
+    with playing(tmp_path_factory.mktemp("agents"), scripts) as server:
         yield server
 
 
-def test_there_are_bodies_of_three_agents():
-    assert {path.stem.rpartition("-")[0] for path in BODIES} == {"claude-code", "codex", "opencode"}
+def test_there_are_bodies_of_many_agents():
+    known = {"aider", "anthropic", "claude-code", "codex", "langchain", "llm", "opencode", "pydantic-ai", "smolagents"}
+    assert {name.rpartition("-")[0] for name in BODIES} == known
 
 
-@pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
-def test_the_answer_streams_to_its_end(server, path):
-    given = json.loads(path.read_text())
-    assert given["body"]["stream"]
-    with httpx.stream("POST", server.url + given["path"], json=given["body"], timeout=HANG_S) as answer:
+def asked(given, *, stream):
+    body = given["body"] | {"stream": stream}
+    if not stream:
+        body.pop("stream_options", None)
+    return body
+
+
+@pytest.mark.parametrize("name", sorted(BODIES))
+def test_the_answer_streams_to_its_end(server, name):
+    given = BODIES[name]
+    body = asked(given, stream=True)
+    with httpx.stream("POST", server.url + given["path"], json=body, timeout=HANG_S) as answer:
         assert answer.status_code == 200, answer.read()
         seen = [event for event in events(answer) if not event.startswith(":")]
-    assert "".join(map(text_in, seen)) == ANSWER
     assert seen[-1] in ENDS or json.loads(seen[-1])["type"] in ENDS
+    text, called, arguments = ("".join(parts) for parts in zip(*map(told, seen), strict=True))
+    if expected := given.get("call"):
+        assert (text, called, json.loads(arguments)) == ("", expected["name"], expected["arguments"])
+    else:
+        assert (text, called, arguments) == (ANSWER, "", "")
 
 
-def text_in(event):
+def told(event):
+    """The text, the name and the arguments that an event brings."""
     if event == "[DONE]":
-        return ""
-    told = json.loads(event)
-    if "choices" in told:
-        return "".join(choice["delta"].get("content") or "" for choice in told["choices"])
-    for key in DELTAS.get(told["type"], ()):
-        told = told[key]
-    return told if isinstance(told, str) else ""
+        return "", "", ""
+    document = json.loads(event)
+    if "choices" in document:
+        deltas = [choice["delta"] for choice in document["choices"]]
+        functions = [one["function"] for delta in deltas for one in delta.get("tool_calls", ())]
+        texts = [delta.get("content") or "" for delta in deltas]
+        return "".join(texts), *("".join(one.get(key, "") for one in functions) for key in ("name", "arguments"))
+    return found(document, TEXTS), found(document, NAMES), found(document, ARGUMENTS)
+
+
+def found(document, paths):
+    for key in paths.get(document["type"], ()):
+        document = document.get(key, "")
+    return document if isinstance(document, str) else ""
 
 
 def test_the_whole_answer_is_the_same(server):
-    for path in BODIES:
-        given = json.loads(path.read_text())
-        body = given["body"] | {"stream": False}
-        body.pop("stream_options", None)
-        answer = httpx.post(server.url + given["path"], json=body, timeout=HANG_S)
+    for given in BODIES.values():
+        answer = httpx.post(server.url + given["path"], json=asked(given, stream=False), timeout=HANG_S)
         assert answer.status_code == 200, answer.text
-        assert ANSWER in answer.text
+        assert (given["call"]["name"] if "call" in given else ANSWER) in answer.text
+
+
+def test_a_call_says_that_it_is_one_of_a_function(server):
+    """Clients that hold answers to a schema refuse it otherwise."""
+    (choice,) = httpx.post(
+        server.url + "/v1/chat/completions", json=asked(BODIES["pydantic-ai-1"], stream=False), timeout=HANG_S
+    ).json()["choices"]
+    assert [call["type"] for call in choice["message"]["tool_calls"]] == ["function"]

@@ -96,7 +96,7 @@ class ToolCall(BaseModel):
 
     @classmethod
     def of(cls, call: WrittenCall) -> ToolCall:
-        return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+        return cls(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 class ChatMessage(BaseModel):
