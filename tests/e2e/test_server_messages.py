@@ -72,6 +72,54 @@ def test_tools_are_called_and_their_results_read(client):
     assert (second.content[0].text, second.stop_reason) == ("Mild; STOP here.", "end_turn")
 
 
+@anthropic.beta_tool
+def weather(city: str) -> str:
+    """Now.
+
+    Args:
+        city: Its name.
+    """
+    return f"18 degrees in {city}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_runner_sends_only_what_is_new(client, stream):
+    runner = client.beta.messages.tool_runner(
+        model="tiny", max_tokens=100, messages=ASK, tools=[weather], stream=stream, system="Be brief."
+    )
+    first, second = [step.get_final_message() if stream else step for step in runner]
+    assert [block.type for block in first.content] == ["text", "tool_use", "tool_use"]
+    assert second.content[0].text == "Mild; STOP here."
+    assert second.usage.cache_read_input_tokens > 0
+
+
+def test_a_thread_goes_on_where_it_was_with_what_it_was_given(client, server):
+    thread = client.beta.messages.thread(
+        model="tiny", max_tokens=100, system="Be brief.", tools=[WEATHER], messages=ASK
+    )
+    (_, *calls) = thread.send().content
+    results = [{"type": "tool_result", "tool_use_id": one.id, "content": "18 degrees"} for one in calls]
+    turn = [{"role": "user", "content": results}]
+    kept = {"type": "continue", "previous_message_id": thread.previous_message_id}
+    answers = [post(server, messages=turn, thread=kept).json() for _ in range(2)]  # it may be continued twice
+    whole = [*thread.messages, *turn]
+    assert thread.send(*turn).content[0].text == "Mild; STOP here."
+    assert [one["content"][0]["text"] for one in answers] == ["Mild; STOP here."] * 2
+    usage = answers[0]["usage"]
+    num_prompt = sum(usage[name] for name in usage if "input_tokens" in name)
+    assert num_prompt == count(client, messages=whole, system="Be brief.", tools=[WEATHER])
+    assert post(server, messages=turn, thread=kept, system="Be long.").status_code == 400
+
+
+def test_a_thread_that_is_gone_is_begun_again_by_the_client(client, server):
+    gone = post(server, thread={"type": "continue", "previous_message_id": "msg_x"})
+    assert (gone.status_code, gone.json()["error"]["details"]) == (404, {"error_code": "thread_not_found"})
+    thread = client.beta.messages.thread(model="tiny", max_tokens=100, messages=ASK)
+    thread.send()
+    thread._state._thread.previous_message_id = "msg_x"
+    assert thread.send({"role": "user", "content": "Sure?"}).content[0].text == "Mild; STOP here."
+
+
 def test_usage_tells_what_the_cache_held_and_what_it_took(client, server):
     asked = {"system": "A system prompt of this test alone, long enough for some blocks. " * 3}
     num_tokens = client.messages.count_tokens(model="tiny", messages=ASK, **asked).input_tokens

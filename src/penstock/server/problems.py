@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from penstock.errors import PenstockError, PromptTooLong, QueueFull
 
+T = TypeVar("T")
 log = logging.getLogger("penstock.server")
 
 TYPES = {
@@ -31,13 +33,20 @@ RETRY_SOON_S = 1.0
 class Refused(PenstockError):
     """What only a server refuses, with the HTTP status that says so and the field that it is about.
 
-    `is_last`: nothing more is read from the connection.
+    `code`: by which clients know it. `is_last`: nothing more is read from the connection.
     """
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, is_last: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        is_last: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
+        self.status, self.param, self.code = status, param, code
         self.headers = {"Connection": "close"} if is_last else {}
 
 
@@ -56,6 +65,7 @@ class ProblemAnswer(BaseModel):
 class AnthropicError(BaseModel):
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicProblem(BaseModel):
@@ -91,7 +101,10 @@ def problem_of(error: BaseException, request_id: str | None) -> tuple[int, Probl
     else:
         log.error("failed", extra={"request_id": request_id}, exc_info=error)
         message = f"The server failed on this request ({type(error).__name__}). Its log has the details."
-    kind, code = TYPES.get(status, "invalid_request_error"), CODES.get(type(error))
+    kind, code = (
+        TYPES.get(status, "invalid_request_error"),
+        error.code if isinstance(error, Refused) else CODES.get(type(error)),
+    )
     problem = Problem(message=readable(message), type=kind, param=param, code=code, request_id=request_id)
     return status, ProblemAnswer(error=problem)
 
@@ -104,7 +117,9 @@ def anthropic_problem(status: int, answer: ProblemAnswer) -> tuple[int, Anthropi
     else:
         status, message = (529 if status == 503 else status), problem.message
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
-    return status, AnthropicProblem(error=AnthropicError(type=kind, message=message), request_id=problem.request_id)
+    details = None if problem.code is None else {"error_code": problem.code}
+    told = AnthropicError(type=kind, message=message, details=details)
+    return status, AnthropicProblem(error=told, request_id=problem.request_id)
 
 
 def problem_response(error: BaseException, request_id: str | None, path: str = "") -> JSONResponse:
@@ -136,6 +151,14 @@ def add_handlers(app: FastAPI) -> None:
 
     for kind in (PenstockError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
+
+
+def as_asked(made: Callable[[], T]) -> T:
+    """Returns what is made of a request that was read; a mistake that shows only then is refused as one of the body."""
+    try:
+        return made()
+    except ValidationError as error:
+        raise Refused(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
 
 
 def _first_mistake(errors: Any) -> tuple[str, str | None]:

@@ -49,6 +49,7 @@ class Service:
         self.board = Board()
         self.metrics = Metrics()
         self.responses = StoredResponses(settings.max_stored_bytes)
+        self.threads = StoredResponses(settings.max_stored_bytes, "thread_not_found", "in a new thread")
         self.folder = settings.files or _temporary_folder(self)
         self.files = KeptFiles(self.folder / "files", settings.max_files_bytes)
         self.forms = TemplateForms()

@@ -42,7 +42,7 @@ class ServerSettings:
     max_choices: int = 16
     files: Path | None = None  # where files and batches are kept; None: a folder that ends with the server
     max_files_bytes: int = GIB
-    max_stored_bytes: int = 16 * MIB  # of responses that can be asked for again
+    max_stored_bytes: int = 16 * MIB  # of responses that can be asked for again, and as many of threads
     pin_s: float = 60.0  # for so long nothing evicts what an answer that ended with a call has read and written
     max_pinned_bytes: int | None = None  # of keys and values; None: half of the pages
     request_timeout_s: float | None = None  # None: a request may take as long as it needs

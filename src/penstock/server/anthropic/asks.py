@@ -8,8 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from penstock.server.openai.asks import FIRST_MISTAKE, MAX_STOPS, Ask, ChunkSize, JsonObject, OtherTool, text_or_items
+from penstock.server.openai.asks import (
+    FIRST_MISTAKE,
+    MAX_STOPS,
+    Ask,
+    ChunkSize,
+    JsonObject,
+    OtherTool,
+    kinds,
+    text_or_items,
+)
 from penstock.server.openai.chat_asks import MAX_TOOLS, ChatAsk
+from penstock.server.problems import Refused
 
 BILLING = "x-anthropic-billing-header"  # differs from request to request, and would end every shared prefix
 BETWEEN = "\n"  # blocks of the user and of the system
@@ -74,14 +84,9 @@ class OtherBlock(OtherTool):
         raise ValueError("blocks of this type are not read; send their text")
 
 
-def _block_kind(block: Any) -> str:
-    given = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return given if given in ("text", "image", "tool_use", "tool_result", "thinking") else "other"
-
-
 Shown = Annotated[
     Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")] | Annotated[OtherBlock, Tag("other")],
-    Discriminator(_block_kind),
+    Discriminator(kinds("text", "image")),
 ]
 
 
@@ -101,7 +106,7 @@ AnyBlock = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[OtherBlock, Tag("other")],
-    Discriminator(_block_kind),
+    Discriminator(kinds("text", "image", "tool_use", "tool_result", "thinking")),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[AnyBlock], FIRST_MISTAKE, Tag("items")], Discriminator(text_or_items)
@@ -166,13 +171,9 @@ class AnthropicTool(Block):
         return {"type": "function", "function": function}
 
 
-def _tool_kind(tool: Any) -> str:
-    given = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "other" if isinstance(given, str) and given != "custom" else "custom"
-
-
 OfferedTool = Annotated[
-    Annotated[AnthropicTool, Tag("custom")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_kind)
+    Annotated[AnthropicTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(kinds("custom", otherwise="custom")),
 ]
 
 
@@ -205,6 +206,19 @@ class OutputFormat(Block):
 class OutputConfig(Ask):
     effort: str | None = None
     format: OutputFormat | None = None
+
+
+class Thread(Ask):
+    """Asks to keep the conversation, or to go on after an earlier answer whose conversation was kept."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_previous(self) -> Any:
+        if (self.type == "continue") != (self.previous_message_id is not None):
+            raise ValueError("previous_message_id goes with the type continue")
+        return self
 
 
 class CountAsk(Ask):
@@ -268,12 +282,25 @@ class CountAsk(Ask):
 
 class MessagesAsk(CountAsk):
     max_tokens: Annotated[int, Field(ge=1)]
+    thread: Thread | None = None
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     top_k: int | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     chunk_size: ChunkSize = None
     stream: bool | None = False
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """Gives what a thread keeps of it, as it came."""
+        return self.model_dump(include={"messages", "system", "tools"}, by_alias=True, exclude_none=True)
+
+    def after(self, kept: dict[str, Any]) -> MessagesAsk:
+        """Asks the same behind a conversation that was kept, with its system prompt and its tools."""
+        if self.system is not None or self.tools is not None:
+            raise Refused("A thread that is continued has its system prompt and its tools. Leave them out.")
+        messages = [*kept["messages"], *self.conversation["messages"]]
+        return MessagesAsk.model_validate(self.model_dump(by_alias=True) | kept | {"messages": messages})
 
     def _asked(self) -> dict[str, Any]:
         return super()._asked() | {

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
 from penstock.engine.engine import Event
 from penstock.request import Finished, Output, Token
@@ -22,9 +21,8 @@ from penstock.server.anthropic.blocks import (
     blocks_of,
     event,
 )
-from penstock.server.openai.chat_asks import ChatAsk
 from penstock.server.openai.conversation import converse, num_tokens
-from penstock.server.problems import AnthropicProblem, Refused, anthropic_problem, problem_of
+from penstock.server.problems import AnthropicProblem, anthropic_problem, as_asked, problem_of
 from penstock.server.run import PROGRESS_PERIOD_S, Choice, Run, Shape
 from penstock.server.service import Service
 
@@ -34,22 +32,17 @@ router = APIRouter(prefix="/v1/messages", responses={"default": {"model": Anthro
 @router.post("", response_model=Message)
 async def messages(ask: MessagesAsk, request: Request) -> Response:
     run = Run(Service.of(request, ask.model), request)
+    if ask.thread is not None and ask.thread.previous_message_id is not None:
+        ask = ask.after(run.service.threads.messages(run.sharing_scope, ask.thread.previous_message_id)[0])
     if ask.skipped_blocks:
         run.report("skipped_blocks", ask.skipped_blocks)
-    await converse(run, _chat(ask))
+    await converse(run, as_asked(ask.as_chat))
     return await run.respond(AnsweredMessage(ask, run), is_streamed=ask.stream)
 
 
 @router.post("/count_tokens")
 async def count_tokens(ask: CountAsk, request: Request) -> TokenCount:
-    return TokenCount(input_tokens=await num_tokens(Service.of(request, ask.model), _chat(ask)))
-
-
-def _chat(ask: CountAsk) -> ChatAsk:
-    try:
-        return ask.as_chat()
-    except ValidationError as error:
-        raise Refused(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
+    return TokenCount(input_tokens=await num_tokens(Service.of(request, ask.model), as_asked(ask.as_chat)))
 
 
 class AnsweredMessage(Shape):
@@ -59,6 +52,7 @@ class AnsweredMessage(Shape):
 
     def __init__(self, ask: MessagesAsk, run: Run) -> None:
         self._ask, self._run = ask, run
+        self._id = f"msg_{run.request_id}"
         self._blocks = BlockStream()
         self._has_begun = False
         self._pinged_at = 0.0
@@ -67,6 +61,7 @@ class AnsweredMessage(Shape):
         (choice,), (output,) = self._run.choices, self._run.outputs
         answer = self._message(self._final_usage(output))
         reason, sequence = self._stopped(choice, output)
+        self._keep(choice)
         found = {"content": blocks_of(choice.written), "stop_reason": reason, "stop_sequence": sequence}
         return answer.model_copy(update=found).model_dump()
 
@@ -100,11 +95,20 @@ class AnsweredMessage(Shape):
         reason, sequence = self._stopped(choice, output)
         usage = self._final_usage(output)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
+        self._keep(choice)
         return event("message_delta", delta=delta, usage=usage) + event("message_stop")
+
+    def _keep(self, choice: Choice) -> None:
+        """Keeps the conversation of a thread, with this answer."""
+        if self._ask.thread is None:
+            return
+        kept, content = self._ask.conversation, [block.model_dump() for block in blocks_of(choice.written)]
+        kept["messages"].append({"role": "assistant", "content": content})
+        self._run.service.threads.keep(self._run.sharing_scope, {"id": self._id}, [kept])
 
     def _message(self, usage: MessageUsage) -> Message:
         return Message(
-            id=f"msg_{self._run.request_id}",
+            id=self._id,
             model=self._ask.model,
             content=[],
             stop_reason=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -99,10 +100,20 @@ class OtherTool(BaseModel):
     type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
 
 
-def tool_kind(tool: Any) -> Literal["function", "other"]:
-    """Tells tools apart by their type, so that a mistake in a function is told as one."""
-    given = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "other" if isinstance(given, str) and given != "function" else "function"
+def kinds(*known: str, otherwise: str = "other") -> Callable[[Any], str]:
+    """Tells what is given apart by its type, so that a mistake in one of the known types is told as one.
+
+    `otherwise`: the kind of what has no type.
+    """
+
+    def kind(given: Any) -> str:
+        found = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return found if found in known else "other" if isinstance(found, str) else otherwise
+
+    return kind
+
+
+tool_kind = kinds("function", otherwise="function")
 
 
 class StreamOptions(Ask):

@@ -16,6 +16,7 @@ from penstock.server.openai.asks import (
     OtherTool,
     Reasoning,
     StreamOptions,
+    kinds,
     text_or_items,
     tool_kind,
 )
@@ -103,25 +104,14 @@ class OtherItem(OtherTool):
 
 
 SEAL = "penstock:"
-ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
-
-
-def _item_kind(item: Any) -> str:
-    given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if given is None:
-        return "message"
-    return given if given in ITEM_TYPES else "other"
-
-
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[GivenCallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[OtherItem, Tag("other")],
-    Discriminator(_item_kind),
+    Discriminator(kinds("message", "reasoning", "function_call", "function_call_output", otherwise="message")),
 ]
-
 
 Input = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("items")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 from starlette.responses import JSONResponse
 
 from penstock.answer.events import ReasoningDelta, WrittenAnswer, WrittenCall, text_of
@@ -15,7 +15,7 @@ from penstock.server import sse
 from penstock.server.openai.answers import PromptTokensDetails
 from penstock.server.openai.conversation import converse
 from penstock.server.openai.response_asks import Item, ReasoningText, ResponseAsk, sealed
-from penstock.server.problems import Refused, problem_of
+from penstock.server.problems import as_asked, problem_of
 from penstock.server.run import Choice, Run, Shape
 from penstock.server.service import Service
 
@@ -113,10 +113,7 @@ async def responses(ask: ResponseAsk, request: Request) -> Response:
     service = Service.of(request, ask.model)
     run = Run(service, request)
     before = _messages_before(run, ask.previous_response_id)
-    try:
-        chat_ask = ask.as_chat(before)
-    except ValidationError as error:
-        raise Refused(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
+    chat_ask = as_asked(lambda: ask.as_chat(before))
     if ask.skipped_items:
         run.report("skipped_items", ask.skipped_items)
     await converse(run, chat_ask)

@@ -28,8 +28,9 @@ class StoredResponses:
     Each is found again only by requests of its own scope, which is that of their API key.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, code: str | None = None, way_out: str = "as input") -> None:
+        """`code`: by which clients know that one is gone. `way_out`: where the whole conversation can be sent."""
+        self._max_bytes, self._code, self._way_out = max_bytes, code, way_out
         self._num_bytes = 0
         self._found: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._lock = threading.Lock()
@@ -61,9 +62,10 @@ class StoredResponses:
             kept = self._found.get((scope, response_id))
             if kept is None:
                 raise Refused(
-                    f"There is no response {response_id[:80]!r} any more. Send the whole conversation as input.",
+                    f"There is no response {response_id[:80]!r} any more. Send the whole conversation {self._way_out}.",
                     status=404,
-                    param="previous_response_id",
+                    param=None if self._code else "previous_response_id",
+                    code=self._code,
                 )
             self._found.move_to_end((scope, response_id))
         return kept
