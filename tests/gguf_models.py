@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import load_file
+from stored_blocks import sane_blocks
 from tiny_models import _DELTA, _EXPERTS, _GEMMA4, _MAMBA, _MULTIPLIERS, _PARTIAL, CONFIGS, _config, _rope
 from transformers import PretrainedConfig
 
@@ -286,8 +287,19 @@ NORMS_PLUS_ONE = {"gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35
 ALWAYS_F32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
 
 
-def write_gguf(folder: Path, architecture: str, path: Path, quant: Quant = Quant.F32, **metadata: Any) -> Path:
-    """Converts a folder of transformers; of `metadata` None leaves a key out."""
+def write_gguf(
+    folder: Path,
+    architecture: str,
+    path: Path,
+    quant: Quant | Callable[[str], Quant] = Quant.F32,
+    *,
+    parts: int = 1,
+    **metadata: Any,
+) -> Path:
+    """Converts a folder of transformers; of `metadata` None leaves a key out.
+
+    Where types are chosen by name, matrices are random blocks.
+    """
     values = json.loads((folder / "config.json").read_text())
     config = SimpleNamespace(**{"num_hidden_layers": len(values.get("layers_block_type", []))} | values)
     writer = gguf.GGUFWriter(path, architecture)
@@ -297,10 +309,15 @@ def write_gguf(folder: Path, architecture: str, path: Path, quant: Quant = Quant
     add_tokenizer(writer, config.vocab_size)
     for name, values in converted(folder, config, architecture):
         is_plain = values.ndim == 1 or name.endswith("_norm.weight") or not name.endswith(".weight")
-        kind = Quant.F32 if is_plain or name.endswith(ALWAYS_F32) else quant
+        wanted = quant if isinstance(quant, Quant) else quant(name)
+        kind = Quant.F32 if is_plain or name.endswith(ALWAYS_F32) else wanted
         if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = Quant.F16
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        if isinstance(quant, Quant) or kind in (Quant.F32, Quant.F16):
+            blocks = gguf.quants.quantize(values, kind)
+        else:
+            blocks = sane_blocks(kind, values.size // values.shape[-1], values.shape[-1], seed=len(name))
+        writer.add_tensor(name, blocks.reshape(*values.shape[:-1], -1), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,6 +13,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from penstock.models import cuda_experts
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import ExpertNames, ExpertsSpec
+from penstock.models.layers import Linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4
@@ -24,7 +25,10 @@ def spec(num_experts=8, num_active=2, inner=48, **more):
 
 
 def experts(spec, *, hidden=64, activation="silu", seed=0):
-    made = Experts.empty(spec, hidden, activation, dtype=torch.float32, device=torch.device("cpu"))
+    place = {"dtype": torch.float32, "device": torch.device("cpu")}
+    sizes = [(2 * spec.shared_size, hidden), (hidden, spec.shared_size)] if spec.shared_size else []
+    shared = [Linear.empty(*size, bias=False, **place) for size in sizes]
+    made = Experts.empty(spec, hidden, activation, shared=shared, **place)
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors(made):
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.15)
@@ -191,8 +195,8 @@ def test_bfloat16_stays_close_to_float64(num_rows, num_experts, num_active, hidd
     half = dataclasses.replace(
         half,
         router=dataclasses.replace(half.router, weight_OI=half.router.weight_OI.bfloat16()),
-        gate_up_EFM=half.gate_up_EFM.bfloat16(),
-        down_EMF=half.down_EMF.bfloat16(),
+        gate_up=half.gate_up_EFM.bfloat16(),
+        down=half.down_EMF.bfloat16(),
     )
     routed = cuda_experts.route(half, x.to(DEVICE))
     exact = exact_mixture(made, x.double(), routed)

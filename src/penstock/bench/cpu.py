@@ -23,9 +23,9 @@ from penstock.bench.work import SHAPES
 from penstock.bench.workbench import BenchSettings, ProbeSizes, Workbench, seeded_prompt
 from penstock.document import Document
 from penstock.models.files import resolve
-from penstock.models.projections import OUTSIDE_LAYERS, Projection, projections
+from penstock.models.projections import EXPERT_ROLES, OUTSIDE_LAYERS, Projection, projections
 from penstock.models.quantization import Quantization, matrix_bytes, quantization_of, stored_types
-from penstock.models.spec import decoder_spec
+from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.plan.machine import num_physical_cores, processor_name
 from penstock.trace.environment import versions
 
@@ -104,14 +104,21 @@ def _with_share(model: str, row: Row, limits: DeviceLimits) -> Row:
     spec = decoder_spec(files.config)
     if row.part == "reading":
         layers = (matrix for matrix in projections(spec) if matrix.role not in OUTSIDE_LAYERS)
-        flops = 2 * sum(matrix.num_outputs * matrix.num_inputs for matrix in layers)
+        flops = 2 * sum(_used(spec, matrix) * matrix.num_outputs * matrix.num_inputs for matrix in layers)
         share = row.tokens_per_s * flops / (limits.product_gflops * 1e9)
     else:
         quantization = quantization_of(files, OURS[row.who]["quantize"])
         read = (matrix for matrix in projections(spec) if matrix.role != "embeddings" or spec.has_tied_embeddings)
-        share = row.tokens_per_s * sum(_bytes(matrix, quantization) for matrix in read)
+        share = row.tokens_per_s * sum(_used(spec, matrix) * _bytes(matrix, quantization) for matrix in read)
         share /= limits.read_gb_per_s * 1e9
     return row.model_copy(update={"share_of_limit": share})
+
+
+def _used(spec: DecoderSpec, matrix: Projection) -> float:
+    """Tells what share of a matrix a token is multiplied with."""
+    if spec.experts is None or matrix.role not in EXPERT_ROLES:
+        return 1.0
+    return spec.experts.num_active / spec.experts.num_experts
 
 
 def _bytes(matrix: Projection, quantization: Quantization | None) -> int:

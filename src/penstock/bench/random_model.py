@@ -36,7 +36,7 @@ class RandomWeights:
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         values = torch.empty(destination.shape).uniform_(-LARGEST_WEIGHT, LARGEST_WEIGHT)
-        destination.fill(0, grouped(values.numpy(), destination.part.kind))
+        destination.fill(0, grouped(values.numpy(), destination.kind))
 
 
 def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:

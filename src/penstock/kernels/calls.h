@@ -54,11 +54,19 @@ struct norm {
     float eps;
 };
 
+enum activation {
+    SILU, GELU_TANH,
+    CLAMPED_SILU,                 /* (up + 1) * gate * sigmoid(alpha * gate), both clamped */
+    SQUARED_RELU                  /* there is no gate */
+};
+
 struct gate {
     const bf16 *gate_up;          /* [rows, 2 * width] */
     bf16 *out;                    /* [rows, width] */
     parallel_t parallel;
-    int32_t num_rows, width, is_gelu, num_threads;
+    enum activation activation;
+    float limit, alpha;           /* where it is clamped */
+    int32_t num_rows, width, num_threads;
 };
 
 /* What a matrix is stored in, as GGUF numbers it. */
@@ -89,7 +97,41 @@ struct unpacking {
     int32_t num_rows, num_inputs, num_threads;
 };
 
-enum kind { NORM, PRODUCT, STORE, ATTENTION, GATE };
+/* A matrix of each expert, one after another. */
+struct of_experts {
+    const bf16 *weight;     /* of the first */
+    const bf16 *bias;       /* of the first, or NULL */
+    int64_t bytes;          /* from an expert's matrix to that of the next */
+    enum type type;
+    int32_t num_inputs, num_outputs;
+    int32_t bias_stride;
+};
+
+struct mixture {
+    const bf16 *rows;       /* [tokens, inputs] */
+    const int32_t *experts; /* [tokens, active], each once */
+    const float *weights;   /* the same */
+    float *out;             /* [tokens, inputs], added to */
+    void *workspace;        /* [penstock_mixture_bytes] */
+    parallel_t parallel;
+    struct of_experts gate, up, down; /* no gate: its weight is NULL */
+    enum activation activation;
+    float limit, alpha;
+    int32_t num_tokens, num_active, num_experts, num_threads;
+};
+
+struct routing {
+    const bf16 *rows;       /* [tokens, inputs] */
+    const bf16 *router;     /* [experts, inputs] */
+    const bf16 *bias;       /* [experts], or NULL */
+    float *logits;          /* [tokens, experts] */
+    int32_t *experts;       /* [tokens, active], the largest first; NULL: logits are all that is wanted */
+    float *weights;         /* the same: a softmax over the chosen, or over all */
+    parallel_t parallel;
+    int32_t num_tokens, num_inputs, num_experts, num_active, is_over_all, num_threads;
+};
+
+enum kind { NORM, PRODUCT, STORE, ATTENTION, GATE, ROUTING, MIXTURE };
 
 struct call {
     const void *with;       /* the struct of its kind */
@@ -99,7 +141,7 @@ struct call {
 struct step {
     const struct call *calls;
     const struct attention *layout; /* of all layers of this step */
-    void *workspace;                /* of products with many rows */
+    void *workspace;                /* of products with many rows, and of mixtures */
     int32_t num_calls, num_rows;
 };
 
@@ -114,6 +156,9 @@ void penstock_gated_activation(const struct gate *g);
 void penstock_multiply(const struct product *p);
 void penstock_multiply_packed(const struct product *p);
 void penstock_unpack_rows(const struct unpacking *u);
+void penstock_route(const struct routing *r);
+void penstock_mix(const struct mixture *m);
+int64_t penstock_mixture_bytes(const struct mixture *m);
 int64_t penstock_product_bytes(int num_rows, int num_inputs, int num_threads);
 int64_t penstock_panels_bytes(int num_inputs, int num_threads);
 /* Of torch's OpenMP library; nothing here links to it. */

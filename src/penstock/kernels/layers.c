@@ -75,15 +75,49 @@ INLINE floats activated(floats x, int is_gelu)
     return v_div(x, v_add(decay, v_all(1)));
 }
 
+/* The two that are not of one register each: value by value. */
+INLINE void activate_others(const struct gate *g, const bf16 *gate, const bf16 *up, int count, bf16 *to)
+{
+    float x[LANES], y[LANES];
+    store_wide(x, load_floats(gate, count), count);
+    if (g->activation == SQUARED_RELU) {
+        for (int i = 0; i < count; i++)
+            x[i] = x[i] > 0 ? x[i] * x[i] : 0;
+        store_floats(to, load_wide(x, count), count);
+        return;
+    }
+    store_wide(y, load_floats(up, count), count);
+    for (int i = 0; i < count; i++) {
+        x[i] = x[i] > g->limit ? g->limit : x[i];
+        y[i] = (y[i] > g->limit ? g->limit : y[i] < -g->limit ? -g->limit : y[i]) + 1;
+    }
+    floats wide = load_wide(x, count), decay = exp2_ps(v_mul(wide, v_all(-LOG2E * g->alpha)));
+    store_floats(to, v_mul(v_div(wide, v_add(decay, v_all(1))), load_wide(y, count)), count);
+}
+
+static void gate_others(const struct gate *g, int first, int end)
+{
+    int stride = g->activation == SQUARED_RELU ? g->width : 2 * g->width;
+    for (int row = first; row < end; row++)
+        for (int i = 0; i < g->width; i += LANES) {
+            const bf16 *gate = g->gate_up + (size_t)row * stride + i;
+            activate_others(g, gate, gate + g->width, smaller(LANES, g->width - i), g->out + (size_t)row * g->width + i);
+        }
+}
+
 static void gate_rows(const void *of, int first, int end)
 {
     const struct gate *g = of;
+    if (g->activation >= CLAMPED_SILU) {
+        gate_others(g, first, end);
+        return;
+    }
     for (int row = first; row < end; row++) {
         const bf16 *gate = g->gate_up + (size_t)row * 2 * g->width, *up = gate + g->width;
         bf16 *to = g->out + (size_t)row * g->width;
         for (int i = 0; i < g->width; i += LANES) {
             int count = g->width - i;
-            floats product = v_mul(activated(load_floats(gate + i, count), g->is_gelu), load_floats(up + i, count));
+            floats product = v_mul(activated(load_floats(gate + i, count), g->activation == GELU_TANH), load_floats(up + i, count));
             store_floats(to + i, product, count);
         }
     }

@@ -128,6 +128,23 @@ static void run_gate(const struct gate *with, const struct step *step)
     penstock_gated_activation(&gate);
 }
 
+static void run_route(const struct routing *with, const struct step *step)
+{
+    struct routing routing = *with;
+    routing.num_tokens = step->num_rows, routing.num_threads = step->layout->num_threads;
+    routing.parallel = in_team;
+    penstock_route(&routing);
+}
+
+static void run_mix(const struct mixture *with, const struct step *step)
+{
+    struct mixture mixture = *with;
+    mixture.num_tokens = step->num_rows, mixture.num_threads = step->layout->num_threads;
+    mixture.parallel = in_team;
+    mixture.workspace = step->workspace;
+    penstock_mix(&mixture);
+}
+
 static void run_calls(const struct step *step)
 {
     for (const struct call *call = step->calls; call < step->calls + step->num_calls; call++)
@@ -137,6 +154,8 @@ static void run_calls(const struct step *step)
         case STORE: run_store(call->with, step->layout); break;
         case ATTENTION: run_attend(call->with, step->layout); break;
         case GATE: run_gate(call->with, step); break;
+        case ROUTING: run_route(call->with, step); break;
+        case MIXTURE: run_mix(call->with, step); break;
         }
 }
 

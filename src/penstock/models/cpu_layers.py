@@ -38,8 +38,11 @@ def kernels_for_product(x_TI: torch.Tensor, weight_OI: Weight) -> CKernels | Non
 
 
 def product_workspace(kernels: CKernels, num_rows: int, num_inputs: int, num_threads: int) -> torch.Tensor:
-    """Kept for the Python thread that calls, since steps of two engines may run at once."""
-    num_bytes = kernels.library.penstock_product_bytes(num_rows, num_inputs, num_threads)
+    return workspace(kernels.library.penstock_product_bytes(num_rows, num_inputs, num_threads))
+
+
+def workspace(num_bytes: int) -> torch.Tensor:
+    """Is kept for the Python thread that calls, since steps of two engines may run at once."""
     kept = getattr(_of_thread, "workspace", None)
     if kept is None or kept.numel() < num_bytes:
         kept = _of_thread.workspace = torch.empty(num_bytes, dtype=torch.uint8)
@@ -71,7 +74,7 @@ def norm_fields(
 def gate_fields(gate_up_TF: torch.Tensor, out_TF: torch.Tensor, kind: str) -> dict[str, Any]:
     num_rows, width = out_TF.shape
     places = {"gate_up": gate_up_TF.data_ptr(), "out": out_TF.data_ptr()}
-    return {**places, "num_rows": num_rows, "width": width, "is_gelu": kind == GELU_TANH}
+    return {**places, "num_rows": num_rows, "width": width, "activation": int(kind == GELU_TANH)}
 
 
 def product_fields(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, HeadNorms, Rotation
@@ -18,6 +17,7 @@ from penstock.models.experts import Experts
 from penstock.models.layer_inputs import InputGate, LayerInputs, rows_of
 from penstock.models.layer_specs import DeltaSpec, MambaSpec
 from penstock.models.layers import (
+    AnyLinear,
     GatedMlp,
     LayerNorm,
     Linear,
@@ -29,7 +29,15 @@ from penstock.models.layers import (
     wide_product,
 )
 from penstock.models.mamba import Mamba
-from penstock.models.projections import Projection, Role, layer_projections, outer_projection, stored_name
+from penstock.models.projections import (
+    EXPERT_ROLES,
+    RECURRENCE_NAMES,
+    Projection,
+    Role,
+    layer_projections,
+    outer_projection,
+    stored_name,
+)
 from penstock.models.quantization import Quantization
 from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
@@ -48,9 +56,10 @@ class Attention:
     value_norm: RmsNorm | None  # by head, without weights of its own
 
 
+RECURRENT_ROLES: tuple[Role, ...] = ("recurrent_input", "recurrent_gates", "recurrent_output")
+SHARED_ROLES: tuple[Role, ...] = ("shared_gate_up", "shared_down")
 GATE_ROLES: tuple[Role, ...] = ("input_gate", "input_output")
 Recurrence = GatedDelta | Mamba | ShortConv
-RECURRENCE_NAMES: dict[type, str] = {GatedDelta: "linear_attn", Mamba: "mamba", ShortConv: "conv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +106,9 @@ class Decoder:
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
         for layer in self.layers:
-            if layer.experts is not None and layer.experts.routed_norm is not None:
-                layer.experts.routed_norm.weight.mul_(self.spec.hidden_size**-0.5)
+            for experts in (layer.mlp, layer.experts):
+                if isinstance(experts, Experts):
+                    experts.settle(self.spec.hidden_size)
 
     def _with_halves_first(self, source: WeightSource) -> WeightSource:
         if not self.spec.interleaves_rotary:
@@ -310,7 +320,7 @@ class Decoder:
             if layer.keeps_keys:
                 num_normed = 1 if per_head else layer.num_kv_heads
                 norms["self_attn.k_norm"] = self._empty_rms_norm(layer.head_size * num_normed)
-        recurrence = self._empty_recurrence() if layer.is_recurrent else None
+        recurrence = self._empty_recurrence(index) if layer.is_recurrent else None
         mixer, beside = (self._empty_attention(index), recurrence) if layer.has_attention else (recurrence, None)
         return Layer(
             spec=layer,
@@ -318,7 +328,7 @@ class Decoder:
             beside=beside,
             mlp=self._empty_mlp(index),
             norms=norms,
-            experts=self._empty_experts() if layer.has_experts and layer.has_mlp_beside else None,
+            experts=self._empty_experts(index) if layer.has_experts and layer.has_mlp_beside else None,
             gate=self._empty_gate(index, norms),
             scale_1=torch.empty(1, dtype=self.dtype, device=self.device) if spec.scales_layers else None,
         )
@@ -344,15 +354,20 @@ class Decoder:
         gate, output = (self._empty_linear(self._projections[index][r], bias=False) for r in GATE_ROLES)
         return InputGate(gate=gate, output=output, activation=plain_activation(self.spec.activation), norm=norm)
 
-    def _empty_recurrence(self) -> Recurrence:
-        spec, width = self.spec, self.spec.hidden_size
+    def _empty_recurrence(self, index: int) -> Recurrence:
+        spec, recurrent = self.spec, self.spec.recurrent
         place: Any = {"dtype": self.dtype, "device": self.device}
-        assert spec.recurrent is not None
-        if isinstance(spec.recurrent, DeltaSpec):
-            return GatedDelta.empty(spec.recurrent, width, spec.norm_eps, **place)
-        if isinstance(spec.recurrent, MambaSpec):
-            return Mamba.empty(spec.recurrent, width, spec.norm_eps, **place)
-        return ShortConv.empty(spec.recurrent, width, **place)
+        assert recurrent is not None
+        has_bias = not isinstance(recurrent, DeltaSpec) and recurrent.has_bias
+        projections = self._projections[index]
+        linears: dict[str, AnyLinear] = {
+            r: self._empty_linear(projections[r], bias=has_bias) for r in RECURRENT_ROLES if r in projections
+        }
+        if isinstance(recurrent, DeltaSpec):
+            return GatedDelta.empty(recurrent, spec.norm_eps, linears, **place)
+        if isinstance(recurrent, MambaSpec):
+            return Mamba.empty(recurrent, spec.norm_eps, linears, **place)
+        return ShortConv.empty(recurrent, linears, **place)
 
     def _empty_attention(self, index: int) -> Attention:
         spec, layer = self.spec, self.spec.layers[index]
@@ -379,7 +394,7 @@ class Decoder:
         if not layer.has_mlp:
             return None
         if not layer.has_dense_mlp:
-            return self._empty_experts()
+            return self._empty_experts(index)
         place: Any = {"dtype": self.dtype, "device": self.device}
         first, down = (self._empty_linear(self._projections[index][r], bias=spec.mlp_bias) for r in ("gate_up", "down"))
         if spec.is_gated:
@@ -387,24 +402,32 @@ class Decoder:
         activation = Xielu.empty(**place) if spec.activation == "xielu" else plain_activation(spec.activation)
         return PlainMlp(up=first, down=down, activation=activation)
 
-    def _empty_experts(self) -> Experts:
-        spec = self.spec
+    def _empty_experts(self, index: int) -> Experts:
+        spec, projections = self.spec, self._projections[index]
         assert spec.experts is not None
-        place: Any = {"dtype": self.dtype, "device": self.device}
-        return Experts.empty(spec.experts, spec.hidden_size, spec.activation, norm_eps=spec.norm_eps, **place)
+        shared = [self._empty_linear(projections[r], bias=False) for r in SHARED_ROLES if r in projections]
+        codes = [self._empty_codes(projections[r]) for r in EXPERT_ROLES]
+        place: Any = {"norm_eps": spec.norm_eps, "dtype": self.dtype, "device": self.device}
+        return Experts.empty(spec.experts, spec.hidden_size, spec.activation, shared=shared, codes=codes, **place)
 
     def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | QuantizedLinear:
         weight = self._empty_weight(projection)
         bias_O = torch.empty(projection.num_outputs, dtype=self.dtype, device=self.device) if bias else None
         if isinstance(weight, QuantizedMatrix):
-            return QuantizedLinear(matrix=weight, bias_O=bias_O)
+            order = None if self._quantization is None else self._quantization.order(projection)
+            order_I = None if order is None else torch.from_numpy(order)
+            return QuantizedLinear(matrix=weight, bias_O=bias_O, order_I=order_I)
         return Linear(weight_OI=weight, bias_O=bias_O)
 
     def _empty_weight(self, projection: Projection) -> torch.Tensor | QuantizedMatrix:
-        types = None if self._quantization is None else self._quantization.types(projection)
-        if types is not None:
-            return QuantizedMatrix.empty(types, projection.num_inputs)
+        codes = self._empty_codes(projection)
+        if codes is not None:
+            return codes
         return torch.empty(projection.num_outputs, projection.num_inputs, dtype=self.dtype, device=self.device)
+
+    def _empty_codes(self, projection: Projection) -> QuantizedMatrix | None:
+        types = None if self._quantization is None else self._quantization.types(projection)
+        return None if types is None else QuantizedMatrix.empty(types, projection.num_inputs)
 
     def _empty_norm(self, size: int) -> RmsNorm | LayerNorm:
         if self.spec.norm == "rms":
@@ -438,22 +461,31 @@ class Decoder:
             others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
             for recurrence in (layer.mixer, layer.beside):
                 if isinstance(recurrence, Recurrence):
-                    others += recurrence.destinations(f"{prefix}.{RECURRENCE_NAMES[type(recurrence)]}")
+                    others += recurrence.destinations(f"{prefix}.{RECURRENCE_NAMES[type(recurrence.spec)]}")
+                    gates = recurrence.beta_alpha if isinstance(recurrence, GatedDelta) else None
+                    first = recurrence.qkvz if isinstance(recurrence, GatedDelta) else recurrence.input
+                    for role, linear in zip(RECURRENT_ROLES, (first, gates, recurrence.output), strict=True):
+                        if linear is not None:
+                            yield from _linear_parts(of_layer[role], linear)
             if isinstance(layer.mixer, Attention):
                 yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
                 yield from _linear_parts(of_layer["output"], layer.mixer.output)
                 if layer.mixer.sinks_H is not None:
                     others.append((f"{prefix}.self_attn.sinks", layer.mixer.sinks_H))
-            if isinstance(layer.mlp, Experts):
-                others += layer.mlp.destinations(prefix)
-            elif layer.mlp is not None:
+            for experts in (layer.mlp, layer.experts):
+                if isinstance(experts, Experts):
+                    others += experts.destinations(prefix)
+                    for role, matrix in zip(EXPERT_ROLES, (experts.gate_up, experts.down), strict=True):
+                        if isinstance(matrix, QuantizedMatrix):
+                            yield from _parts(of_layer[role], matrix)
+                    for role, linear in zip(SHARED_ROLES, experts.shared_linears, strict=False):
+                        yield from _linear_parts(of_layer[role], linear)
+            if isinstance(layer.mlp, (GatedMlp, PlainMlp)):
                 first = layer.mlp.gate_up if isinstance(layer.mlp, GatedMlp) else layer.mlp.up
                 yield from _linear_parts(of_layer["gate_up"], first)
                 yield from _linear_parts(of_layer["down"], layer.mlp.down)
                 if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
                     others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
-            if layer.experts is not None:
-                others += layer.experts.destinations(prefix)
             if layer.gate is not None:
                 yield from _linear_parts(of_layer["input_gate"], layer.gate.gate)
                 yield from _linear_parts(of_layer["input_output"], layer.gate.output)
@@ -491,11 +523,10 @@ def _linear_parts(
 def _parts(
     projection: Projection, weight: torch.Tensor | QuantizedMatrix
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    if isinstance(weight, QuantizedMatrix):
+        yield from ((part.name, QuantizedRows(matrix=weight, outputs_N=rows)) for part, rows in projection.outputs)
+        return
     row = 0
     for part in projection.parts:
-        rows = slice(row, row + part.num_rows)
-        if isinstance(weight, QuantizedMatrix):
-            yield part.name, QuantizedRows(matrix=weight, outputs_N=np.arange(rows.start, rows.stop))
-        else:
-            yield part.name, weight[rows]
+        yield part.name, weight[row : row + part.num_rows]
         row += part.num_rows

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import Linear, RmsNorm
+from penstock.models.layers import AnyLinear, Linear, RmsNorm
 from penstock.models.recurrence import RecurrentTokens, convolve, recur
 
 L2_EPS = 1e-6
@@ -23,29 +22,34 @@ L2_EPS = 1e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta:
     spec: DeltaSpec
-    qkvz: Linear
-    beta_alpha: Linear
+    qkvz: AnyLinear
+    beta_alpha: AnyLinear
     conv_CW: torch.Tensor
     a_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
     norm: RmsNorm
-    output: Linear
+    output: AnyLinear
 
     @classmethod
     def empty(
-        cls, spec: DeltaSpec, hidden_size: int, norm_eps: float, *, dtype: torch.dtype, device: torch.device
+        cls,
+        spec: DeltaSpec,
+        norm_eps: float,
+        linears: Mapping[str, AnyLinear],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> GatedDelta:
-        linear = partial(Linear.empty, bias=False, dtype=dtype, device=device)
         heads = spec.num_value_heads
         return cls(
             spec=spec,
-            qkvz=linear(spec.num_channels + spec.value_width, hidden_size),
-            beta_alpha=linear(2 * heads, hidden_size),
+            qkvz=linears["recurrent_input"],
+            beta_alpha=linears["recurrent_gates"],
             conv_CW=torch.empty(spec.num_channels, spec.conv_width, dtype=dtype, device=device),
             a_log_H=torch.empty(heads, device=device),
             dt_bias_H=torch.empty(heads, device=device),
             norm=RmsNorm(weight=torch.empty(spec.value_size, device=device), eps=norm_eps),
-            output=linear(hidden_size, spec.value_width),
+            output=linears["recurrent_output"],
         )
 
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
@@ -62,15 +66,17 @@ class GatedDelta:
         """Computes (q, k and v as channels, z, beta, alpha). Rows grouped by key head are taken apart."""
         spec = self.spec
         qkvz, beta_alpha = self.qkvz(x_TM), self.beta_alpha(x_TM)
-        if spec.is_grouped:
-            group = spec.num_value_heads // spec.num_key_heads
+        group = spec.num_value_heads // spec.num_key_heads
+        if spec.is_grouped and isinstance(self.qkvz, Linear):  # codes are kept ungrouped
             sizes = [spec.key_size, spec.key_size, group * spec.value_size, group * spec.value_size]
             q, k, v, z = qkvz.unflatten(-1, (spec.num_key_heads, -1)).split(sizes, dim=-1)
             qkv_TC = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
+        else:
+            qkv_TC, z = qkvz.split([spec.num_channels, spec.value_width], dim=-1)
+        if spec.is_grouped:
             beta, alpha = beta_alpha.unflatten(-1, (spec.num_key_heads, 2, group)).unbind(2)
             beta, alpha = beta.flatten(1), alpha.flatten(1)
         else:
-            qkv_TC, z = qkvz.split([spec.num_channels, spec.value_width], dim=-1)
             beta, alpha = beta_alpha.chunk(2, dim=-1)
         return qkv_TC, z.reshape(len(x_TM), spec.num_value_heads, spec.value_size), beta, alpha
 
@@ -94,17 +100,7 @@ class GatedDelta:
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name in the checkpoint, where it goes)."""
-        spec, heads = self.spec, self.spec.num_value_heads
-        if spec.is_grouped:
-            yield f"{prefix}.in_proj_qkvz.weight", self.qkvz.weight_OI
-            yield f"{prefix}.in_proj_ba.weight", self.beta_alpha.weight_OI
-        else:
-            yield f"{prefix}.in_proj_qkv.weight", self.qkvz.weight_OI[: spec.num_channels]
-            yield f"{prefix}.in_proj_z.weight", self.qkvz.weight_OI[spec.num_channels :]
-            yield f"{prefix}.in_proj_b.weight", self.beta_alpha.weight_OI[:heads]
-            yield f"{prefix}.in_proj_a.weight", self.beta_alpha.weight_OI[heads:]
         yield f"{prefix}.conv1d.weight", self.conv_CW[:, None]
         yield f"{prefix}.A_log", self.a_log_H
         yield f"{prefix}.dt_bias", self.dt_bias_H
         yield f"{prefix}.norm.weight", self.norm.weight
-        yield f"{prefix}.out_proj.weight", self.output.weight_OI

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels.calls import CKernels
+from penstock.models import cpu_experts, cpu_layers
 from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
 from penstock.models.layers import (
+    AnyLinear,
     GatedMlp,
     Linear,
     PlainMlp,
@@ -24,17 +27,21 @@ from penstock.models.layers import (
     product,
     wide_product,
 )
+from penstock.models.quantized import QuantizedMatrix, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Weights of all experts in one tensor each; gate and up rows lie one after the other, or alternate."""
+    """Weights of all experts in one tensor each; gate and up rows lie one after the other, or alternate.
+
+    Those that are kept in few bits: all gates, then all that they gate, each expert's from a block of its own on.
+    """
 
     spec: ExpertsSpec
     activation: str
     router: Linear
-    gate_up_EFM: torch.Tensor
-    down_EMF: torch.Tensor
+    gate_up: Weight
+    down: Weight
     gate_up_bias_EF: torch.Tensor | None
     down_bias_EM: torch.Tensor | None
     shared: GatedMlp | PlainMlp | None  # an expert that every token has
@@ -52,6 +59,8 @@ class Experts:
         hidden_size: int,
         activation: str,
         *,
+        shared: Sequence[AnyLinear] = (),
+        codes: Sequence[QuantizedMatrix | None] = (None, None),
         norm_eps: float = 1e-6,
         dtype: torch.dtype,
         device: torch.device,
@@ -59,24 +68,17 @@ class Experts:
         tensor = partial(torch.empty, dtype=dtype, device=device)
         linear = partial(Linear.empty, bias=False, dtype=dtype, device=device)
         count, inner = spec.num_experts, spec.intermediate_size
-        shared: GatedMlp | PlainMlp | None = None
         rows = 2 if spec.is_gated else 1
-        if spec.shared_size:
-            first, down = linear(rows * spec.shared_size, hidden_size), linear(hidden_size, spec.shared_size)
-            shared = (
-                GatedMlp(gate_up=first, down=down, activation=activation)
-                if spec.is_gated
-                else PlainMlp(up=first, down=down, activation=plain_activation(activation))
-            )
+        gate_up, down = codes
         return cls(
             spec=spec,
             activation=activation,
             router=linear(count, hidden_size, bias=spec.has_biases),
-            gate_up_EFM=tensor(count, rows * inner, hidden_size),
-            down_EMF=tensor(count, hidden_size, inner),
+            gate_up=tensor(count, rows * inner, hidden_size) if gate_up is None else gate_up,
+            down=tensor(count, hidden_size, inner) if down is None else down,
             gate_up_bias_EF=tensor(count, 2 * inner) if spec.has_biases else None,
             down_bias_EM=tensor(count, hidden_size) if spec.has_biases else None,
-            shared=shared,
+            shared=_shared_mlp(shared, activation, is_gated=spec.is_gated) if shared else None,
             shared_gate=linear(1, hidden_size) if shared and spec.has_shared_gate else None,
             score_bias_E=torch.empty(count, device=device) if spec.sigmoid and spec.sigmoid.has_bias else None,
             routed_norm=RmsNorm(weight=torch.empty(hidden_size, device=device), eps=norm_eps)
@@ -89,6 +91,10 @@ class Experts:
         """Rows are grouped by expert over the whole step, so that each expert's weights are read once."""
         if x_TM.is_cuda and self.spec.is_gated:
             return _on_gpu().mixed(self, x_TM)
+        if (kernels := cpu_layers.kernels_for(x_TM)) and cpu_experts.is_known(self):
+            out_TM = torch.zeros(x_TM.shape)
+            self._add_in_c(kernels, out_TM, x_TM)
+            return out_TM
         weights_TA, experts_TA = self.route(x_TM)
         mixed = self._of_one if len(x_TM) == 1 else self._of_many
         out_TM = mixed(x_TM, weights_TA, experts_TA)
@@ -125,13 +131,31 @@ class Experts:
     def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
         if x_TM.is_cuda and self.spec.is_gated:
             _on_gpu().add_mixed(self, out_TM, x_TM)
+        elif out_TM.dtype == torch.float32 and (kernels := cpu_layers.kernels_for(x_TM)) and cpu_experts.is_known(self):
+            self._add_in_c(kernels, out_TM, x_TM)
         else:
             out_TM += self(x_TM)
+
+    def _add_in_c(self, kernels: CKernels, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
+        """Adds to float32 rows; experts that are kept in few bits are read as they lie."""
+        if self.spec.sigmoid is None:
+            routed_TM = x_TM if self.routed_TM is None else self.routed_TM
+            weights_TA, experts_TA = cpu_experts.route(kernels, self, routed_TM)
+            weights_TA = self.scaled(weights_TA, experts_TA)
+        else:
+            logits_TE = cpu_experts.scores(kernels, self, x_TM)
+            weights_TA, experts_TA = self._by_scores(self.spec.sigmoid, logits_TE)
+        cpu_experts.add_mixed(kernels, self, out_TM, x_TM, weights_TA, experts_TA)
+        if self.shared is not None and self.shared_gate is None:
+            self.shared.add_to(out_TM, x_TM)
+        elif self.shared is not None and self.shared_gate is not None:
+            out_TM += self.shared(x_TM).mul_(self.shared_gate(x_TM).sigmoid_())
 
     def route(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses (weights, experts). A softmax over all, normalised over the chosen, is the softmax of the chosen."""
         if self.spec.sigmoid is not None:
-            weights_TA, experts_TA = self._by_scores(self.spec.sigmoid, x_TM)
+            logits_TE = wide_product(x_TM, self.router.weight_OI)
+            weights_TA, experts_TA = self._by_scores(self.spec.sigmoid, logits_TE)
             return weights_TA.to(x_TM.dtype), experts_TA
         logits_TE = self.logits(x_TM).float()
         chosen_TA, experts_TA = logits_TE.topk(self.spec.num_active, dim=-1)
@@ -143,7 +167,7 @@ class Experts:
 
     def reading(self, hidden_TM: torch.Tensor, num_real_1: torch.Tensor | None) -> Experts:
         """Prepares one step, whose hidden states the router may read with a norm of its own."""
-        routed_TM = None if self.routed_norm is None else self.routed_norm(hidden_TM, self.down_EMF.dtype)
+        routed_TM = None if self.routed_norm is None else self.routed_norm(hidden_TM, self.router.weight_OI.dtype)
         return replace(self, routed_TM=routed_TM, num_real_1=num_real_1)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
@@ -155,8 +179,7 @@ class Experts:
             return weights_TA
         return weights_TA * self.scales_E[experts_TA.long().clamp(max=len(self.scales_E) - 1)]
 
-    def _by_scores(self, routing: SigmoidRouting, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_TE = wide_product(x_TM, self.router.weight_OI)
+    def _by_scores(self, routing: SigmoidRouting, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores_TE = logits_TE.softmax(-1) if routing.is_softmax else logits_TE.sigmoid_()
         wanted_TE = scores_TE if self.score_bias_E is None else scores_TE + self.score_bias_E
         if routing.num_active_groups < routing.num_groups:
@@ -173,15 +196,49 @@ class Experts:
 
     def _expert(self, expert: int, x_RM: torch.Tensor) -> torch.Tensor:
         bias_F = None if self.gate_up_bias_EF is None else self.gate_up_bias_EF[expert]
-        gate_up_RF = product(x_RM, self.gate_up_EFM[expert], bias_F)
+        gate_up_RF = product(x_RM, self._matrices(expert)[0], bias_F)
         if not self.spec.is_gated:
             inner_RF = plain_activation(self.activation)(gate_up_RF)
         elif self.spec.clamp is None:
             inner_RF = gated_activation(gate_up_RF, self.activation)
         else:
-            inner_RF = _clamped_activation(gate_up_RF, self.spec.clamp, self.spec.clamp_alpha)
+            alternates = isinstance(self.gate_up, torch.Tensor)
+            inner_RF = _clamped_activation(gate_up_RF, self.spec.clamp, self.spec.clamp_alpha, alternates=alternates)
         bias_M = None if self.down_bias_EM is None else self.down_bias_EM[expert]
-        return product(inner_RF, self.down_EMF[expert], bias_M)
+        return product(inner_RF, self._matrices(expert)[1], bias_M)
+
+    def _matrices(self, expert: int) -> tuple[Weight, Weight]:
+        """Gives (gate and up, down)."""
+        sizes = (self.spec.intermediate_size, self.router.weight_OI.shape[1])
+        found = [
+            one[expert] if isinstance(one, torch.Tensor) else one.of_expert(expert, self.spec.num_experts, size)
+            for one, size in zip((self.gate_up, self.down), sizes, strict=True)
+        ]
+        return found[0], found[1]
+
+    @property
+    def gate_up_EFM(self) -> torch.Tensor:
+        assert isinstance(self.gate_up, torch.Tensor), "codes are multiplied on a CPU alone"
+        return self.gate_up
+
+    @property
+    def down_EMF(self) -> torch.Tensor:
+        assert isinstance(self.down, torch.Tensor), "codes are multiplied on a CPU alone"
+        return self.down
+
+    @property
+    def shared_linears(self) -> list[AnyLinear]:
+        """Lists the matrices of the expert that every token has."""
+        if self.shared is None:
+            return []
+        return [self.shared.gate_up if isinstance(self.shared, GatedMlp) else self.shared.up, self.shared.down]
+
+    def settle(self, hidden_size: int) -> None:
+        """Brings what was read to the form in which it is used."""
+        if self.routed_norm is not None:
+            self.routed_norm.weight.mul_(hidden_size**-0.5)
+        if self.gate_up_bias_EF is not None and isinstance(self.gate_up, QuantizedMatrix):  # they alternate as stored
+            self.gate_up_bias_EF.copy_(torch.cat([self.gate_up_bias_EF[:, ::2], self.gate_up_bias_EF[:, 1::2]], 1))
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name in the checkpoint, where it goes)."""
@@ -202,34 +259,24 @@ class Experts:
             yield from self._one_by_one(experts)
         else:
             is_turned = names.layout == "inputs first"
-            yield f"{experts}.{names.gate}", self.gate_up_EFM.transpose(1, 2) if is_turned else self.gate_up_EFM
-            yield f"{experts}.{names.down}", self.down_EMF.transpose(1, 2) if is_turned else self.down_EMF
+            for name, matrix in ((names.gate, self.gate_up), (names.down, self.down)):
+                if isinstance(matrix, torch.Tensor):
+                    yield f"{experts}.{name}", matrix.transpose(1, 2) if is_turned else matrix
         for name, bias in ((names.gate, self.gate_up_bias_EF), (names.down, self.down_bias_EM)):
             if bias is not None:
                 yield f"{experts}.{name}_bias", bias
-        yield from self._shared_destinations(prefix)
+        if self.shared_gate is not None:
+            yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
 
     def _one_by_one(self, experts: str) -> Iterator[tuple[str, torch.Tensor]]:
         names, inner = self.spec.names, self.spec.intermediate_size
         for expert in range(self.spec.num_experts):
-            if self.spec.is_gated:
-                yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up_EFM[expert, :inner]
-            yield f"{experts}.{expert}.{names.up}.weight", self.gate_up_EFM[expert, -inner:]
-            yield f"{experts}.{expert}.{names.down}.weight", self.down_EMF[expert]
-
-    def _shared_destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.shared is None:
-            return
-        names, size = self.spec.names, self.spec.shared_size
-        first, last = self.shared.gate_up if isinstance(self.shared, GatedMlp) else self.shared.up, self.shared.down
-        assert isinstance(first, Linear)
-        assert isinstance(last, Linear)
-        gate_up, down = first.weight_OI, last.weight_OI
-        parts = [gate_up, down] if len(names.shared_parts) == 2 else [gate_up[:size], gate_up[size:], down]
-        for name, part in zip(names.shared_parts, parts, strict=True):
-            yield f"{prefix}.{names.shared}.{name}.weight", part
-        if self.shared_gate is not None:
-            yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
+            if self.spec.is_gated and isinstance(self.gate_up, torch.Tensor):
+                yield f"{experts}.{expert}.{names.gate}.weight", self.gate_up[expert, :inner]
+            if isinstance(self.gate_up, torch.Tensor):
+                yield f"{experts}.{expert}.{names.up}.weight", self.gate_up[expert, -inner:]
+            if isinstance(self.down, torch.Tensor):
+                yield f"{experts}.{expert}.{names.down}.weight", self.down[expert]
 
 
 @cache
@@ -249,7 +296,15 @@ def _padded(x_RM: torch.Tensor) -> torch.Tensor:
     return F.pad(x_RM, (0, 0, 0, -num_rows % step))
 
 
-def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
-    """Computes (up + 1) * gate * sigmoid(alpha * gate), both clamped; gate and up alternate."""
-    gate, up = gate_up_RF[..., ::2].clamp(max=limit), gate_up_RF[..., 1::2].clamp(-limit, limit)
+def _shared_mlp(linears: Sequence[AnyLinear], activation: str, *, is_gated: bool) -> GatedMlp | PlainMlp:
+    first, down = linears
+    if is_gated:
+        return GatedMlp(gate_up=first, down=down, activation=activation)
+    return PlainMlp(up=first, down=down, activation=plain_activation(activation))
+
+
+def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float, *, alternates: bool) -> torch.Tensor:
+    """Computes (up + 1) * gate * sigmoid(alpha * gate), both clamped; gate and up alternate, or are halves."""
+    gate, up = (gate_up_RF[..., ::2], gate_up_RF[..., 1::2]) if alternates else gate_up_RF.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))

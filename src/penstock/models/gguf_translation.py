@@ -33,6 +33,13 @@ class Piece:
     subtract: float = 0.0
     is_decay: bool = False  # stored is minus the exponential
 
+    @property
+    def rows(self) -> np.ndarray | slice:
+        """Tells which rows of the whole these are."""
+        if self.places is not None:
+            return self.places
+        return slice(self.first_row, self.first_row + prod(self.stored.shape[:-1]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfTensor:

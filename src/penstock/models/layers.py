@@ -85,17 +85,22 @@ class Linear:
 class QuantizedLinear:
     matrix: QuantizedMatrix
     bias_O: torch.Tensor | None
+    order_I: torch.Tensor | None = None  # of the inputs, as they are stored; None: their own
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return product(x_TI, self.matrix, self.bias_O)
+        return product(x_TI if self.order_I is None else x_TI[:, self.order_I], self.matrix, self.bias_O)
 
     def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
+        x_TI = x_TI if self.order_I is None else x_TI[:, self.order_I]
         if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, self.matrix)):
             cpu_layers.multiply(kernels, x_TI, self.matrix, self.bias_O, add_to=out_TO)
             return
         for outputs, tile_OI in self.matrix.tiles(x_TI.dtype):
             bias = None if self.bias_O is None else self.bias_O[outputs]
             Linear(weight_OI=tile_OI, bias_O=bias).add_to(out_TO[:, outputs], x_TI)
+
+
+AnyLinear = Linear | QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

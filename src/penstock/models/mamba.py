@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,38 +14,43 @@ import torch.nn.functional as F
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import MambaSpec
-from penstock.models.layers import Linear, RmsNorm
+from penstock.models.layers import AnyLinear, RmsNorm
 from penstock.models.recurrence import RecurrentTokens, convolve, recur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
     spec: MambaSpec
-    input: Linear  # gate, channels of the convolution, time steps
+    input: AnyLinear  # gate, channels of the convolution, time steps
     conv_CW: torch.Tensor
     conv_bias_C: torch.Tensor | None
     a_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
     skip_H: torch.Tensor
     norm: RmsNorm | None
-    output: Linear
+    output: AnyLinear
 
     @classmethod
     def empty(
-        cls, spec: MambaSpec, hidden_size: int, norm_eps: float, *, dtype: torch.dtype, device: torch.device
+        cls,
+        spec: MambaSpec,
+        norm_eps: float,
+        linears: Mapping[str, AnyLinear],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Mamba:
-        linear = partial(Linear.empty, bias=spec.has_bias, dtype=dtype, device=device)
         channels = spec.num_channels
         return cls(
             spec=spec,
-            input=linear(spec.widest_rows, hidden_size),
+            input=linears["recurrent_input"],
             conv_CW=torch.empty(channels, spec.conv_width, dtype=dtype, device=device),
             conv_bias_C=torch.empty(channels, dtype=dtype, device=device) if spec.has_conv_bias else None,
             a_log_H=torch.empty(spec.num_heads, device=device),
             dt_bias_H=torch.empty(spec.num_heads, device=device),
             skip_H=torch.empty(spec.num_heads, device=device),
             norm=RmsNorm(weight=torch.empty(spec.inner_width, device=device), eps=norm_eps) if spec.has_norm else None,
-            output=linear(hidden_size, spec.inner_width),
+            output=linears["recurrent_output"],
         )
 
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
@@ -98,10 +102,6 @@ class Mamba:
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name in the checkpoint, where it goes)."""
-        for name, linear in (("in_proj", self.input), ("out_proj", self.output)):
-            yield f"{prefix}.{name}.weight", linear.weight_OI
-            if linear.bias_O is not None:
-                yield f"{prefix}.{name}.bias", linear.bias_O
         yield f"{prefix}.conv1d.weight", self.conv_CW[:, None]
         if self.conv_bias_C is not None:
             yield f"{prefix}.conv1d.bias", self.conv_bias_C

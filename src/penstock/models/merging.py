@@ -251,7 +251,7 @@ class AdaptedWeights:
         values = torch.empty(destination.shape)
         self._source.copy_into(values, name)
         self.merge.apply(name, values)
-        destination.fill(0, grouped(values.numpy(), destination.part.kind))
+        destination.fill(0, grouped(values.numpy(), destination.kind))
 
 
 @torch.no_grad()

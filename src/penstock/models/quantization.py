@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,29 @@ from gguf.quants import IQ4_NL, MXFP4
 
 from penstock.models.files import ModelFiles
 from penstock.models.gguf_translation import hf_tensors
-from penstock.models.projections import OUTSIDE_LAYERS, Projection, projections
+from penstock.models.projections import EXPERT_ROLES, LANES, OUTSIDE_LAYERS, Projection, projections
 from penstock.models.spec import DecoderSpec
 
 GROUP = 32  # inputs that share a scale, or two
 HALF_GROUP = 16
 REGION = 256  # inputs of groups that share their factors
 GROUP_SUM_BYTES = 4  # of inputs that share a lowest value, in float32
-LANES = 16  # outputs that lie together
 TILE_VALUES = 2**21  # of a matrix, dequantized at a time where no C kernels multiply its codes
 FLOATS = frozenset({Type.F64, Type.F32, Type.F16, Type.BF16})
 STORED_TOGETHER = (
     {"q_proj", "k_proj", "v_proj", "qkv_proj"},
     {"gate_proj", "up_proj", "gate_up_proj"},
     {"embed_tokens", "lm_head"},
+)
+MIXTURE = "experts"  # in names
+# Of a checkpoint that is packed as it is read: what is not one matrix under one name, and small ones.
+ASKED_IN_DTYPE = (
+    *EXPERT_ROLES,
+    "recurrent_input",
+    "recurrent_gates",
+    "recurrent_output",
+    "shared_gate_up",
+    "shared_down",
 )
 ASKED = {"int8": Type.Q8_0, "int4": Type.Q4_1}
 
@@ -90,7 +100,12 @@ LAYOUTS: Mapping[Type, Layout] = {
 }
 
 
-Stored = tuple[tuple[Type, int], ...]  # (type, rows) of what lies one below the other
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRows:
+    """Rows of a tensor that are stored in one type."""
+
+    kind: Type
+    rows_N: np.ndarray | slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +113,46 @@ class Quantization:
     """Types by tensor, as a GGUF stores them, or one for all."""
 
     asked: Type | None  # None: the file's own
-    stored: Mapping[str, Stored]  # of matrices that are not floats
+    stored: Mapping[str, tuple[StoredRows, ...]]  # of matrices that are not floats
+    columns: Mapping[str, np.ndarray]  # of matrices whose inputs are stored in an order of their own
 
     def types(self, projection: Projection) -> tuple[tuple[Type, int], ...] | None:
         """Gives (type, outputs) of what lies one below the other; None: the matrix stays in the model's dtype."""
         if self.asked is not None:
-            kinds = [Type.Q8_0 if projection.role in OUTSIDE_LAYERS else self.asked]
-            kinds, counts = kinds * len(projection.parts), [part.num_rows for part in projection.parts]
+            kind = Type.Q8_0 if projection.role in OUTSIDE_LAYERS else self.asked
+            runs = None if projection.role in ASKED_IN_DTYPE else [(0, projection.num_outputs, kind)]
         else:
-            stored = [
-                one for part in projection.parts for one in self.stored.get(part.name, ((Type.F32, part.num_rows),))
-            ]
-            kinds, counts = [kind for kind, _ in stored], [num_rows for _, num_rows in stored]
-        if not all(kind in LAYOUTS and projection.num_inputs % LAYOUTS[kind].num_inputs == 0 for kind in kinds):
+            runs = self._runs(projection)
+        if runs is None or any(projection.num_inputs % LAYOUTS[kind].num_inputs for _, _, kind in runs):
             return None
-        parts = groupby(zip(kinds, counts, strict=True), key=lambda part: part[0])
-        return tuple((kind, sum(num_rows for _, num_rows in same)) for kind, same in parts)
+        starts = [first for first, _, _ in runs]
+        cuts = sorted({*starts, *projection.apart})
+        pieces = [(runs[bisect_right(starts, first) - 1][2], first, end) for first, end in pairwise(cuts)]
+        found: list[tuple[Type, int]] = []
+        for kind, first, end in pieces:
+            if found and found[-1][0] == kind and first not in projection.apart:
+                found[-1] = (kind, found[-1][1] + end - first)
+            else:
+                found.append((kind, end - first))
+        return tuple(found)
+
+    def _runs(self, projection: Projection) -> list[tuple[int, int, Type]] | None:
+        """Finds (first output, the one after the last, type) in order; None where types are mixed row by row."""
+        runs = []
+        for part, outputs_N in projection.outputs:
+            for stored in self.stored.get(part.name, ()):
+                if stored.kind not in LAYOUTS:
+                    return None
+                rows_N = outputs_N[stored.rows_N]
+                runs.append((int(rows_N.min()), int(rows_N.max()) + 1, stored.kind))
+            if part.name not in self.stored:
+                return None
+        runs.sort(key=lambda run: run[0])
+        return None if any(before[1] > after[0] for before, after in pairwise(runs)) else runs
+
+    def order(self, projection: Projection) -> np.ndarray | None:
+        """Gives the order in which inputs are stored; None: their own."""
+        return None if self.asked is not None else self.columns.get(projection.parts[0].name)
 
 
 def quantization_of(files: ModelFiles, quantize: str) -> Quantization | None:
@@ -121,23 +160,36 @@ def quantization_of(files: ModelFiles, quantize: str) -> Quantization | None:
     if quantize == "none":
         return None
     if quantize != "keep":
-        return Quantization(asked=ASKED[quantize], stored={})
-    stored = stored_types(files)
-    return Quantization(asked=None, stored=stored) if stored else None
+        return Quantization(asked=ASKED[quantize], stored={}, columns={})
+    stored, columns = _stored(files)
+    return Quantization(asked=None, stored=stored, columns=columns) if stored else None
 
 
-def stored_types(files: ModelFiles) -> dict[str, Stored]:
-    """Finds the matrices that a GGUF keeps in few bits. What an adapter changes can be packed again as Q8_0 alone."""
+def stored_types(files: ModelFiles) -> dict[str, tuple[StoredRows, ...]]:
+    """Finds the matrices that a GGUF keeps in few bits."""
+    return _stored(files)[0]
+
+
+def _stored(files: ModelFiles) -> tuple[dict[str, tuple[StoredRows, ...]], dict[str, np.ndarray]]:
+    """What an adapter changes can be packed again as Q8_0 alone; mixtures that it changes are expanded."""
+    found: dict[str, tuple[StoredRows, ...]] = {}
+    columns: dict[str, np.ndarray] = {}
     if files.gguf is None:
-        return {}
+        return found, columns
     changed = _changed_leaves(files)
-    found: dict[str, Stored] = {}
     for name, tensor in hf_tensors(files.gguf).items():
-        types = tuple((piece.stored.quant_type, piece.stored.shape[0]) for piece in tensor.pieces)
-        if len(tensor.shape) == 2 and not {kind for kind, _ in types} & FLOATS:
-            is_changed = name.removesuffix(".weight").rpartition(".")[2] in changed
-            found[name] = tuple((Type.Q8_0 if is_changed else kind, num_rows) for kind, num_rows in types)
-    return found
+        kinds = {piece.stored.quant_type for piece in tensor.pieces}
+        is_mixture = len(tensor.shape) == 3 or ".experts." in name
+        if len(tensor.shape) < 2 or kinds & FLOATS or (is_mixture and MIXTURE in changed):
+            continue
+        is_changed = name.removesuffix(".weight").rpartition(".")[2] in changed
+        found[name] = tuple(
+            StoredRows(kind=Type.Q8_0 if is_changed else piece.stored.quant_type, rows_N=piece.rows)
+            for piece in tensor.pieces
+        )
+        if tensor.pieces[0].columns is not None and not is_changed:
+            columns[name] = tensor.pieces[0].columns
+    return found, columns
 
 
 def _changed_leaves(files: ModelFiles) -> set[str]:
@@ -146,12 +198,14 @@ def _changed_leaves(files: ModelFiles) -> set[str]:
         return set()
     places = [*files.adapter.low_rank, *(name.removesuffix(".weight") for name in files.adapter.replaced)]
     leaves = {place.rpartition(".")[2] for place in places}
+    leaves |= {MIXTURE} & {part for place in places for part in place.split(".")}
     return leaves.union(*(whole for whole in STORED_TOGETHER if leaves & whole))
 
 
 def expanded_types(files: ModelFiles) -> list[str]:
     """Names the types of a GGUF whose codes nothing multiplies."""
-    return sorted({kind.name for types in stored_types(files).values() for kind, _ in types if kind not in LAYOUTS})
+    kinds = {stored.kind for types in stored_types(files).values() for stored in types}
+    return sorted(kind.name for kind in kinds if kind not in LAYOUTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,22 +215,31 @@ class QuantizedSizes:
     tile_values: int  # dequantized at a time
     most_halves: int  # of groups of the inputs of a matrix
     are_all: bool  # whether no matrix of a layer stays in the dtype
+    has_experts: bool  # whether matrices of experts are among them
 
 
 def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedSizes:
     num_values = num_bytes = tile = most_halves = 0
-    are_all = spec.experts is None and spec.recurrent is None
+    has_experts = False
+    are_all = True
     for projection in projections(spec):
         if (types := quantization.types(projection)) is None:
             are_all = are_all and projection.role in OUTSIDE_LAYERS
             continue
-        num_inputs = projection.num_inputs
+        num_inputs, num_experts = projection.num_inputs, 1
+        if projection.role in EXPERT_ROLES and spec.experts is not None:
+            num_experts, has_experts = spec.experts.num_experts, True
         num_values += projection.num_outputs * num_inputs
         num_bytes += sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
-        tile = max(tile, tile_outputs(projection.num_outputs, num_inputs) * num_inputs)
+        tile = max(tile, tile_outputs(projection.num_outputs // num_experts, num_inputs) * num_inputs)
         most_halves = max(most_halves, num_inputs // HALF_GROUP)
     return QuantizedSizes(
-        num_values=num_values, num_bytes=num_bytes, tile_values=tile, most_halves=most_halves, are_all=are_all
+        num_values=num_values,
+        num_bytes=num_bytes,
+        tile_values=tile,
+        most_halves=most_halves,
+        are_all=are_all,
+        has_experts=has_experts,
     )
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from gguf.constants import GGMLQuantizationType as Type
 
 from penstock.kernels.calls import c_kernels
 from penstock.models.groups import Groups
-from penstock.models.quantization import GROUP, LANES, LAYOUTS, matrix_bytes, tile_outputs
+from penstock.models.projections import LANES
+from penstock.models.quantization import GROUP, LAYOUTS, matrix_bytes, tile_outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,20 @@ class QuantizedMatrix:
     def shape(self) -> tuple[int, int]:
         return len(self), self.num_inputs
 
+    def of_expert(self, expert: int, num_experts: int, num_outputs: int) -> QuantizedMatrix:
+        """Gives the matrix of one expert, over the same memory: `num_outputs` of each part."""
+        return QuantizedMatrix(
+            parts=tuple(
+                replace(
+                    part,
+                    first=index * num_outputs,
+                    num_outputs=num_outputs,
+                    bytes=part.bytes.view(num_experts, -1)[expert],
+                )
+                for index, part in enumerate(self.parts)
+            )
+        )
+
     def rows(self, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows by their numbers, as embeddings are looked up."""
         if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < len(self):
@@ -153,18 +168,20 @@ class QuantizedRows:
     outputs_N: np.ndarray  # where each row goes
 
     @property
-    def part(self) -> QuantizedPart:
+    def kind(self) -> Type:
         """All rows are of one, or `some` of them are to be taken."""
-        first, last = self.outputs_N.min(), self.outputs_N.max()
-        (part,) = (one for one in self.matrix.parts if one.first <= first and last < one.first + one.num_outputs)
-        return part
+        (kind,) = {part.kind for part in self.matrix.parts if self._is_of(part, self.outputs_N).any()}
+        return kind
+
+    def _is_of(self, part: QuantizedPart, outputs_N: np.ndarray) -> np.ndarray:
+        return (outputs_N >= part.first) & (outputs_N < part.first + part.num_outputs)
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.outputs_N), self.matrix.num_inputs
 
-    def some(self, first: int, count: int) -> QuantizedRows:
-        return QuantizedRows(matrix=self.matrix, outputs_N=self.outputs_N[first : first + count])
+    def some(self, rows_N: np.ndarray | slice) -> QuantizedRows:
+        return QuantizedRows(matrix=self.matrix, outputs_N=self.outputs_N[rows_N])
 
     def taking(self, order_N: np.ndarray) -> QuantizedRows:
         """Takes rows in another order: what goes first is row `order_N[0]` of those that are stored."""
@@ -174,4 +191,12 @@ class QuantizedRows:
 
     def fill(self, first: int, groups: Groups) -> None:
         """Takes rows from `first` on, of those that are stored."""
-        self.part.fill(self.outputs_N[first : first + len(groups.codes_NI)], groups)
+        outputs_N = self.outputs_N[first : first + len(groups.codes_NI)]
+        for part in self.matrix.parts:
+            if (is_of_N := self._is_of(part, outputs_N)).all():
+                part.fill(outputs_N, groups)
+            elif is_of_N.any():
+                some = Groups(
+                    kind=groups.kind, codes_NI=groups.codes_NI[is_of_N], factors_NR=groups.factors_NR[is_of_N]
+                )
+                part.fill(outputs_N[is_of_N], some)

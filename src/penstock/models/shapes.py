@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.layer_specs import state_bytes
-from penstock.models.quantization import GROUP_SUM_BYTES, Quantization, quantized_sizes
+from penstock.models.quantization import GROUP_SUM_BYTES, HALF_GROUP, Quantization, quantized_sizes
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.plan.memory import ModelShape
 
@@ -37,15 +37,21 @@ def native_shape(
         dequantized_tile_bytes=quantized.tile_values * DTYPE_BYTES[dtype] if quantized and not multiplies_codes else 0,
         group_sum_bytes_per_token=quantized.most_halves * GROUP_SUM_BYTES if quantized and multiplies_codes else 0,
         layer_input_values=_layer_input_values(spec),
-        expert_bytes_per_token=_expert_bytes(spec, DTYPE_BYTES[dtype]) if device == "cuda" else 0,
+        expert_bytes_per_token=_expert_bytes(
+            spec, DTYPE_BYTES[dtype], device, has_codes=bool(quantized and quantized.has_experts and multiplies_codes)
+        ),
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
 
 
-def _expert_bytes(spec: DecoderSpec, dtype_bytes: int) -> int:
-    """Counts a token's bytes on a GPU: the inner values of its experts, what each of them gives, and their order."""
-    if spec.experts is None:
+def _expert_bytes(spec: DecoderSpec, dtype_bytes: int, device: str, *, has_codes: bool) -> int:
+    """Counts a token's bytes: the inner values of its experts, what each of them gives, and their order."""
+    if spec.experts is None or not (device == "cuda" or has_codes):
         return 0
+    if device == "cpu":  # a wave has as many rows as the step
+        inner, hidden = spec.experts.intermediate_size, spec.hidden_size
+        values = 2 * (hidden + (2 + spec.is_gated) * inner) + 4 * (hidden + spec.experts.num_experts)
+        return values + spec.experts.num_active * ROUTE_BYTES + max(inner, hidden) // HALF_GROUP * GROUP_SUM_BYTES
     values = spec.experts.num_active * (spec.experts.intermediate_size + spec.hidden_size) + spec.hidden_size
     return values * dtype_bytes + spec.experts.num_active * ROUTE_BYTES
 

@@ -4,36 +4,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import ConvSpec
-from penstock.models.layers import Linear
+from penstock.models.layers import AnyLinear
 from penstock.models.recurrence import convolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv:
     spec: ConvSpec
-    input: Linear  # gate before, gate after, channels
+    input: AnyLinear  # gate before, gate after, channels
     conv_CW: torch.Tensor
     conv_bias_C: torch.Tensor | None
-    output: Linear
+    output: AnyLinear
 
     @classmethod
-    def empty(cls, spec: ConvSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> ShortConv:
-        linear = partial(Linear.empty, bias=spec.has_bias, dtype=dtype, device=device)
+    def empty(
+        cls, spec: ConvSpec, linears: Mapping[str, AnyLinear], *, dtype: torch.dtype, device: torch.device
+    ) -> ShortConv:
         return cls(
             spec=spec,
-            input=linear(spec.widest_rows, hidden_size),
+            input=linears["recurrent_input"],
             conv_CW=torch.empty(spec.num_channels, spec.conv_width, dtype=dtype, device=device),
             conv_bias_C=torch.empty(spec.num_channels, dtype=dtype, device=device) if spec.has_bias else None,
-            output=linear(hidden_size, spec.num_channels),
+            output=linears["recurrent_output"],
         )
 
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
@@ -44,10 +44,6 @@ class ShortConv:
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name in the checkpoint, where it goes)."""
-        for name, linear in (("in_proj", self.input), ("out_proj", self.output)):
-            yield f"{prefix}.{name}.weight", linear.weight_OI
-            if linear.bias_O is not None:
-                yield f"{prefix}.{name}.bias", linear.bias_O
         yield f"{prefix}.conv.weight", self.conv_CW[:, None]
         if self.conv_bias_C is not None:
             yield f"{prefix}.conv.bias", self.conv_bias_C

@@ -285,7 +285,7 @@ class SafetensorsWeights:
         for first in range(0, num_rows, step):
             values = torch.empty(min(step, num_rows - first), num_inputs)
             self._copy_values(values, tensor, name, first * num_inputs)
-            destination.fill(first, grouped(values.numpy(), destination.part.kind))
+            destination.fill(first, grouped(values.numpy(), destination.kind))
 
     def _copy_mxfp4(self, destination: torch.Tensor, name: str) -> None:
         """Blocks of 32 four-bit values with a power of two each. Their rows are outputs, the plain tensor's inputs."""
@@ -403,28 +403,27 @@ class GgufWeights:
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         tensor = self._find(name)
-        _check_shape(destination.shape, tensor.shape, name, self._path)
+        shape = tensor.shape[:-2] + tensor.shape[:-3:-1] if tensor.is_turned else tensor.shape
+        _check_shape(destination.shape, (prod(shape[:-1]), shape[-1]), name, self._path)
         for piece in tensor.pieces:
-            self._quantize(destination.some(piece.first_row, piece.stored.shape[0]), piece, name)
+            self._quantize(destination.some(piece.rows), piece, name)
 
     def _quantize(self, destination: QuantizedRows, piece: Piece, name: str) -> None:
-        assert piece.places is None, name
-        assert piece.columns is None, name
         stored = piece.stored
         num_rows, num_inputs = destination.shape
         block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
         row_bytes = num_inputs // block_items * block_bytes
         if piece.interleaved_heads:
             destination = destination.taking(_halves_first(num_rows, num_rows // piece.interleaved_heads))
-        step = max(1, SLICE_BYTES // (4 * num_inputs))
+        step, kind = max(1, SLICE_BYTES // (4 * num_inputs)), destination.kind
         for first in range(0, num_rows, step):
             raw = torch.empty(min(step, num_rows - first), row_bytes, dtype=torch.uint8)
             _read_into(self._path, stored.offset + first * row_bytes, raw)
-            if destination.part.kind == stored.quant_type:
+            if kind == stored.quant_type:
                 groups = from_gguf(raw.numpy(), stored.quant_type)
             else:
                 values = self._dequantized(raw.numpy(), num_inputs, stored.quant_type, name)
-                groups = grouped(values, destination.part.kind)
+                groups = grouped(values, kind)
             destination.fill(first, groups)
 
     def _dequantized(self, raw: np.ndarray, row_items: int, quant_type: GGMLQuantizationType, name: str) -> np.ndarray:

@@ -33,7 +33,7 @@ class ModelShape:
     num_recurrent_layers: int = 0  # without keys and values
     state_bytes: int = 0  # of one sequence, in all recurrent layers
     recurrent_bytes_per_token: int = 0  # that live while a recurrent layer is computed
-    expert_bytes_per_token: int = 0  # that live while a GPU computes a mixture
+    expert_bytes_per_token: int = 0  # that live while a GPU computes a mixture, or a CPU one in few bits
     layer_input_values: int = 0  # of a token, that live through a step beside what its layers compute
     state_bytes_per_token: int = 0  # kept beside keys and values as long as the token is
     num_quantized: int = 0  # parameters kept in few bits
