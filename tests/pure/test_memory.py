@@ -117,7 +117,8 @@ def test_a_peak_above_the_budget_is_told_with_the_difference(budget, excess):
     told = over_budget(budget + excess, budget)
     assert (told is not None) == (excess > 0)
     if excess > 0:
-        assert f"{excess / 1e6:,.1f} MB above --memory, {budget / 1e6:,.1f} MB" in told
+        by = f"{excess / 1e6:,.1f} MB" if excess >= 1e5 else f"{excess / 1e3:,.1f} kB"
+        assert f"is {by} above --memory, {budget / 1e6:,.1f} MB" in told
     assert over_budget(budget + excess, None) is None
 
 

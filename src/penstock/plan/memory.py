@@ -198,8 +198,9 @@ def over_budget(peak_bytes: int, budget_bytes: int | None) -> str | None:
     """Says by how much a measured peak is above the budget; None where it is not, or where none was given."""
     if budget_bytes is None or peak_bytes <= budget_bytes:
         return None
-    excess = (peak_bytes - budget_bytes) / MB
-    return f"the peak of {peak_bytes / MB:,.1f} MB is {excess:,.1f} MB above --memory, {budget_bytes / MB:,.1f} MB"
+    excess = peak_bytes - budget_bytes
+    told = f"{excess / MB:,.1f} MB" if excess >= MB / 10 else f"{excess / 1e3:,.1f} kB"
+    return f"the peak of {peak_bytes / MB:,.1f} MB is {told} above --memory, {budget_bytes / MB:,.1f} MB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
