@@ -362,6 +362,7 @@ HINTS = {
     ("plan", "-n", "20"): "No such option: -n",  # a plan writes nothing
     ("run", "smollm2", "What is it?"): "Text goes after -p: penstock run MODEL -p TEXT.",
     ("run", "What is it?"): "'What is it?' is not a model. Text goes after -p: penstock run -p 'What is it?'",
+    ("run", str(Path(__file__)), "-p", "a"): f"A text to read goes after -f: penstock run -f {Path(__file__)} -p TEXT",
 }
 
 

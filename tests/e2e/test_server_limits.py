@@ -361,3 +361,4 @@ def test_a_server_without_its_model_says_so_and_exits(tmp_path):
     server = ServerProcess(str(tmp_path))
     assert server.process.wait(HANG_S) == 2
     assert server.logs("penstock:")
+    assert len(server.log) == 1

@@ -55,7 +55,12 @@ class HintedCommand(TyperCommand):
 
 
 def refuse_text_for_model(model: str) -> None:
-    """Refuses a text in the place of the model: a name has no spaces, unless it is a path that is there."""
+    """Refuses a text or its file in the place of the model: a name has no spaces, unless it is a path that is there."""
+    if os.path.isfile(model) and not model.endswith(".gguf"):
+        raise InvalidPrompt(
+            f"{model!r} is not a model: that is a folder, a .gguf file or a name. A text to read goes after -f: "
+            f"penstock run -f {shlex.quote(model)} -p TEXT"
+        )
     if any(letter.isspace() for letter in model) and not os.path.exists(model):
         text = shlex.quote(model) if len(model) <= MOST_LETTERS_SHOWN else "TEXT"
         raise InvalidPrompt(

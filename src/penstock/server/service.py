@@ -124,9 +124,9 @@ class Service:
         await asyncio.shield(self._draining)  # whoever else waits for it, and gives up, does not end it
 
     async def _drain(self) -> None:
-        log.info("draining", extra={"num_running": self.board.num_running, "num_waiting": self.board.num_waiting})
         if self._engine is None:
             return
+        log.info("draining", extra={"num_running": self.board.num_running, "num_waiting": self.board.num_waiting})
         closing = asyncio.ensure_future(self._engine.close())
         done, _ = await asyncio.wait({closing}, timeout=self.settings.drain_timeout_s)
         if not done:
