@@ -387,3 +387,24 @@ def test_a_request_that_ends_after_the_engine_is_not_shown_for_ever(load):
         return service.board.num_running, service.board.num_waiting
 
     assert asyncio.run(scenario()) == (0, 0)
+
+
+def test_traces_and_metrics_tell_other_keys_nothing_that_was_read_or_written(tiny):
+    folder = str(tiny("llama")[0])
+    config = EngineConfig(dtype="float32", device="cpu", memory=4 << 30, threads=1)
+    asked = {"model": folder, "prompt": "w171 w172 w173", "max_tokens": 3, "ignore_eos": True, "user": "w174"}
+
+    async def asking():
+        app = make_app(ServerSettings(model=folder, api_keys=("one", "other")), config)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), client:
+            await app.state.loading
+            answer = await client.post("/v1/completions", json=asked, headers={"authorization": "Bearer one"})
+            others = {"authorization": "Bearer other"}
+            shown = [(await client.get(path, headers=others)).text for path in ("/trace", "/metrics", "/")]
+            return answer.json()["choices"][0]["text"], shown
+
+    written, shown = asyncio.run(asking())
+    assert json.loads(shown[0])["requests"][0]["prompt_tokens"] == 3
+    words = {"w171", "w172", "w173", "w174", *written.split()}
+    assert [word for word in words for one in shown if re.search(rf"\b{word}\b", one)] == []
