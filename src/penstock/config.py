@@ -37,7 +37,7 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ONE += ("max_waiting", "max_waiting_tokens")
 
-MB, KIB, MIB, GIB = 1e6, 2**10, 2**20, 2**30
+MB, GB, KIB, MIB, GIB = 1e6, 1e9, 2**10, 2**20, 2**30
 MAX_BYTES = 2**60
 LEAST_MB_MEANT = 100  # by a bare number for the memory; fewer are gigabytes
 HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200

@@ -94,7 +94,7 @@ def test_too_little_memory_is_a_problem_with_the_amount_that_is_enough(folder):
     assert "--memory" in remedy
     least = int(finding.partition("at least ")[2].partition("MB")[0])
     ((finding, remedy),) = worse(doctor(folder, "--memory", f"{least + 5}MB", "--no-speed"), "budget") or [
-        ("", "Raise --memory to 4GiB for those")
+        ("", "Raise --memory to 4GB for those")
     ]
     amount = remedy.partition("--memory to ")[2].split()[0]
     assert worse(doctor(folder, "--memory", amount, "--no-speed"), "budget", "memory") == []

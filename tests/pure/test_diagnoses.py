@@ -42,7 +42,7 @@ def test_a_healthy_machine_has_nothing_to_mend():
     assert {diagnosis.status for diagnosis in found} == {Severity.GOOD}
     shown = " ".join(diagnosis.finding for diagnosis in found)
     assert all(
-        word in shown for word in ("Python 3.11.7", "torch 2.13.0", "AVX-512", "bfloat16", "AMX", "30.0 of 32.0")
+        word in shown for word in ("Python 3.11.7", "torch 2.13.0", "AVX-512", "bfloat16", "AMX", "32.2 of 34.4 GB")
     )
 
 
@@ -83,7 +83,7 @@ def test_kernels_for_it_are_as_good_as_bfloat16_instructions():
         ({"memory": dataclasses.replace(MEMORY, available_bytes=GIB // 2)}, "memory", "problem", "0.5 of", "Close"),
         (
             {"memory": dataclasses.replace(MEMORY, swap_bytes=8 * GIB, swap_used_bytes=3 * GIB)},
-            *("swap", "note", "3.0 of 8.0", "Close"),
+            *("swap", "note", "3.2 of 8.6 GB", "Close"),
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_gpu_with_everything_is_good():
     found = diagnose_machine(card)
     assert {diagnosis.status for diagnosis in found} == {Severity.GOOD}
     shown = {diagnosis.topic: diagnosis.finding for diagnosis in found}
-    assert "NVIDIA H200, 139.0 of 140.0 GiB" in shown["GPU"]
+    assert "NVIDIA H200, 149.3 of 150.3 GB" in shown["GPU"]
     assert "FlashInfer 0.6" in shown["attention"]
     older = dataclasses.replace(card, gpu=OLDER_GPU, flashinfer=None)  # where it would not be used, it is not missed
     assert {diagnosis.topic: diagnosis for diagnosis in diagnose_machine(older)}["attention"].status is Severity.GOOD

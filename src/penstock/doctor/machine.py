@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from penstock.config import GIB, HOPPER, EngineConfig
+from penstock.config import GB, GIB, HOPPER, EngineConfig
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem
 from penstock.kernels.build import INSTRUCTIONS
 from penstock.plan.devices import DeviceMemory, cuda_memory
@@ -148,8 +148,8 @@ def _gpu(facts: MachineFacts) -> Diagnosis:
         finding = f"the driver has a {facts.gpu.name}, but torch cannot use it; the CPU is used"
         return problem("GPU", finding, "Update the driver, or install a torch for its CUDA version (see pytorch.org)")
     if facts.gpu is not None:
-        free, total = facts.gpu.free_bytes / GIB, facts.gpu.total_bytes / GIB
-        return good("GPU", f"{facts.gpu.name}, {free:.1f} of {total:.1f} GiB free")
+        free, total = facts.gpu.free_bytes / GB, facts.gpu.total_bytes / GB
+        return good("GPU", f"{facts.gpu.name}, {free:.1f} of {total:.1f} GB free")
     if facts.has_driver and facts.torch_is_cpu_build:
         finding = "a driver for one is there, but torch is a build for CPUs"
         return problem("GPU", finding, "Install torch from PyTorch's CUDA wheel index (see pytorch.org)")
@@ -177,7 +177,7 @@ def _gpu_backends(facts: MachineFacts) -> Iterator[Diagnosis]:
 
 def _memory(facts: MachineFacts) -> Diagnosis:
     memory = facts.memory
-    finding = f"{memory.available_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB are free"
+    finding = f"{memory.available_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB are free"
     if memory.available_bytes < LEAST_AVAILABLE_BYTES:
         return problem("memory", finding, "Close other programs, or raise the limit of the container")
     return good("memory", finding)
@@ -186,9 +186,9 @@ def _memory(facts: MachineFacts) -> Diagnosis:
 def _swap(facts: MachineFacts) -> Diagnosis:
     memory = facts.memory
     if memory.swap_used_bytes > MUCH_SWAP_BYTES:
-        finding = f"{memory.swap_used_bytes / GIB:.1f} of {memory.swap_bytes / GIB:.1f} GiB are in use"
+        finding = f"{memory.swap_used_bytes / GB:.1f} of {memory.swap_bytes / GB:.1f} GB are in use"
         return note("swap", finding, "Close other programs: weights that are swapped out make every step slow")
-    return good("swap", f"{memory.swap_bytes / GIB:.1f} GiB, unused" if memory.swap_bytes else "none")
+    return good("swap", f"{memory.swap_bytes / GB:.1f} GB, unused" if memory.swap_bytes else "none")
 
 
 def _needs() -> Iterator[Need]:

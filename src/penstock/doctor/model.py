@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.config import GIB, EngineConfig
+from penstock.config import GB, EngineConfig, written_budget
 from penstock.doctor.diagnosis import Diagnosis, Severity, good, note, refused
 from penstock.doctor.examination import CpuKernels, Examination, examine
 from penstock.engine.planning import plan_model
@@ -79,7 +79,7 @@ def _files(files: ModelFiles) -> Diagnosis:
     num_bytes = sum(path.stat().st_size for path in files.weight_files)
     names = "1 weight file" if len(files.weight_files) == 1 else f"{len(files.weight_files)} weight files"
     stored = f"{len(weights.names)} tensors, most of them {weights.quantization}"
-    return good("files", f"config and {names}, {num_bytes / GIB:.2f} GiB: {stored}; every header is sound")
+    return good("files", f"config and {names}, {num_bytes / GB:.2f} GB: {stored}; every header is sound")
 
 
 def _adapter(files: ModelFiles, place: str, seen: Examination | None) -> Iterator[Diagnosis]:
@@ -153,19 +153,13 @@ def _fit(model: str, config: EngineConfig) -> Diagnosis:
     """Plans the longest prompt that the model takes, and asks for more only where a budget was given."""
     longest = max(1, plan_model(model, 1, config).max_context - 1)
     prompt = plan_model(model, longest, config).prompt
-    peak, budget = prompt.peak_bytes / GIB, prompt.budget_bytes / GIB
+    peak, budget = prompt.peak_bytes / GB, prompt.budget_bytes / GB
     if prompt.fits:
-        finding = f"a prompt of {prompt.prompt_tokens:,} tokens takes {peak:.2f} GiB; the budget is {budget:.2f}"
+        finding = f"a prompt of {prompt.prompt_tokens:,} tokens takes {peak:.2f} GB; the budget is {budget:.2f}"
         return good("budget", finding)
     if config.memory is None:  # all that the machine has
         longest_takes = f"the {prompt.prompt_tokens:,} tokens that the model could read at most take {peak:.2f}"
-        return good("budget", f"{budget:.2f} GiB for prompts; {longest_takes}")
-    finding = f"{budget:.2f} GiB hold no prompt of {prompt.prompt_tokens:,} tokens, all that the model could read"
-    remedy = f"Raise --memory to {rounded_up(prompt.peak_bytes)} for those; shorter ones run"
+        return good("budget", f"{budget:.2f} GB for prompts; {longest_takes}")
+    finding = f"{budget:.2f} GB hold no prompt of {prompt.prompt_tokens:,} tokens, all that the model could read"
+    remedy = f"Raise --memory to {written_budget(prompt.peak_bytes)} for those; shorter ones run"
     return note("budget", finding, remedy)
-
-
-def rounded_up(num_bytes: float) -> str:
-    """Rounds bytes up and writes them as --memory takes them."""
-    tenths = -(-int(num_bytes * 10) // GIB)
-    return f"{tenths / 10:g}GiB"

@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 from penstock.bench.workbench import EngineSubject
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, written_budget
 from penstock.doctor.advice import CONTEXT, NUM_STREAMS, SIZES, latency_target_ms, nearly_fastest
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem, refused
-from penstock.doctor.model import rounded_up
 from penstock.document import Document
 from penstock.engine.calibration import Observations, noting, random_prompt
 from penstock.engine.engine import Engine
@@ -105,7 +104,7 @@ def recommend(engine: Engine, cost: StepCost, rates: Mapping[int, float], contex
     num_tokens = engine.scheduler.capacity
     needed = MARGIN * memory.peak_bytes(chunk=chunk, context=num_tokens)
     target = latency_target_ms(cost, max(rates.values()), context)
-    amount = rounded_up(min(needed, budget))
+    amount = written_budget(min(needed, budget))
     flags = f"--memory {amount} --chunk-size {chunk}"
     if target is not None:
         flags += f" --latency-target-ms {target}"

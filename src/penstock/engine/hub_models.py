@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from penstock.config import DEFAULT_MODEL, GIB, EngineConfig
+from penstock.config import DEFAULT_MODEL, GB, EngineConfig
 from penstock.engine.local_models import local_models
 from penstock.errors import InvalidModelFile, InvalidSetting, ModelNotFound
 from penstock.models.adapter import CONFIG_NAME
@@ -109,7 +109,7 @@ def _refuse_without_space(model: str, num_bytes: int) -> None:
     folder = next(path for path in (cache_folder(), *cache_folder().parents) if path.is_dir())
     if num_bytes > (free := shutil.disk_usage(folder).free):
         raise InvalidSetting(
-            f"{model!r} takes {num_bytes / GIB:.2f} GiB more and {folder} has {free / GIB:.2f} free; make room "
+            f"{model!r} takes {num_bytes / GB:.2f} GB more and {folder} has {free / GB:.2f} free; make room "
             "(`penstock models remove`) or set HF_HOME to another disk."
         )
 
