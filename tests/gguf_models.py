@@ -293,7 +293,7 @@ def write_gguf(
     path: Path,
     quant: Quant | Callable[[str], Quant] = Quant.F32,
     *,
-    parts: int = 1,
+    tensors_of_part: int = 0,
     **metadata: Any,
 ) -> Path:
     """Converts a folder of transformers; of `metadata` None leaves a key out.
@@ -302,7 +302,7 @@ def write_gguf(
     """
     values = json.loads((folder / "config.json").read_text())
     config = SimpleNamespace(**{"num_hidden_layers": len(values.get("layers_block_type", []))} | values)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     for key, value in (metadata_of(config, architecture) | metadata).items():
         if value is not None:
             _add(writer, f"{architecture}.{key}", value)

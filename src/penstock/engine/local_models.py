@@ -10,6 +10,7 @@ from penstock.document import Document
 from penstock.errors import InvalidSetting, PenstockError
 from penstock.lanes.table import settle
 from penstock.models.files import reading_config, resolve
+from penstock.models.gguf import is_first
 from penstock.plan.devices import cuda_memory
 
 
@@ -37,7 +38,7 @@ def _named(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """Gives (what a command calls it, where its files are)."""
     yield DEFAULT_MODEL, DEFAULT_MODEL
     for name, snapshot in _cached():
-        ggufs = sorted(snapshot.rglob("*.gguf"))
+        ggufs = sorted(path for path in snapshot.rglob("*.gguf") if is_first(path))
         yield from ((name, str(place)) for place in _in_folder(snapshot) if place == snapshot)
         yield from ((f"{name}/{place.relative_to(snapshot).as_posix()}", str(place)) for place in ggufs)
     for folder in folders:
@@ -60,7 +61,8 @@ def _cached() -> list[tuple[str, Path]]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    return [folder] * (folder / "config.json").is_file() + sorted(folder.glob("*.gguf"))
+    ggufs = sorted(path for path in folder.glob("*.gguf") if is_first(path))
+    return [folder] * (folder / "config.json").is_file() + ggufs
 
 
 def _judged(name: str, model: str, config: EngineConfig, *, has_cuda: bool) -> LocalModel:

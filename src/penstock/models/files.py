@@ -116,8 +116,8 @@ def _from_gguf(model: str, path: Path) -> ModelFiles:
         generation_config={"eos_token_id": eos_ids} if eos_ids else {},
         folder=None,
         gguf=gguf,
-        weight_files=(path,),
-        identity=_identity(config, (path,)),
+        weight_files=gguf.parts,
+        identity=_identity(config, gguf.parts),
     )
 
 
@@ -252,7 +252,7 @@ def hub_snapshot(model: str, weights: bool, file: str | None = None) -> Path:
     """The hub's files, from its cache when the network is away. Pickles are never asked for; `file`: it alone is."""
     from huggingface_hub import snapshot_download
 
-    patterns = [file] if file else HUB_PATTERNS if weights else ["config.json"]
+    patterns = [re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else HUB_PATTERNS if weights else ["config.json"]
     with asking_hub(model):
         return Path(
             snapshot_download(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ MAX_ARRAY_ITEMS = 1 << 21
 MAX_ARRAY_DEPTH = 3
 MAX_DIMENSIONS = 4
 MAX_NAME_CHARACTERS = 256
+MAX_PARTS = 1000
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 MAX_KEPT_ITEMS = 1024  # of an array; a longer one stays in the file until it is asked for
 
 SCALAR_FORMATS = {
@@ -43,17 +46,19 @@ SCALAR_FORMATS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
     name: str
+    path: Path
     shape: tuple[int, ...]  # torch order: rows first
     quant_type: GGMLQuantizationType
-    offset: int  # from the start of the file
+    offset: int  # from the start of its file
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    path: Path
+    path: Path  # of the first part, where there are several
     metadata: Mapping[str, Any]
     tensors: dict[str, GgufTensor]
+    parts: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,14 +211,61 @@ class _Cursor:
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype=dtype).tolist()
 
 
+def is_first(path: Path) -> bool:
+    """Whether a file's name is that of a whole model, or of the first of its parts."""
+    match = PART.fullmatch(path.name)
+    return match is None or int(match[2]) == 1
+
+
 def read_gguf(path: Path | str) -> GgufFile:
-    """Metadata and tensor extents of a GGUF file; its tensor data is neither read nor mapped."""
+    """Metadata and tensor extents of a GGUF file, or of all its parts; tensor data is neither read nor mapped."""
     path = Path(path)
+    match = PART.fullmatch(path.name)
+    metadata, tensors = _read_part(path)
+    if (count := metadata.get("split.count", 0)) in (0, 1):
+        return GgufFile(path=path, metadata=_Metadata(path, metadata), tensors=tensors, parts=(path,))
+    if match is None:
+        raise InvalidModelFile(
+            f"{path} is a part of {brief(count)}, and its name does not say so; name parts as they were made, such as "
+            "model-00001-of-00003.gguf."
+        )
+    count = int(match[3])
+    parts = tuple(path.with_name(f"{match[1]}-{1 + i:05d}-of-{match[3]}.gguf") for i in range(min(count, MAX_PARTS)))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not 1 < count <= MAX_PARTS:
+        raise InvalidModelFile(
+            f"{path} is one of {count} parts, at most {MAX_PARTS} are read, and missing are {missing[:3] or 'none'}; "
+            "download all into one folder."
+        )
+    return _joined(parts)
+
+
+def _joined(parts: tuple[Path, ...]) -> GgufFile:
+    """The first part has the metadata; each says which it is, and the first how many tensors there are in all."""
+    whole: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    for index, path in enumerate(parts):
+        metadata, found = _read_part(path)
+        whole = whole or metadata
+        said = metadata.get("split.no"), metadata.get("split.count")
+        if said != (index, len(parts)) or found.keys() & tensors.keys():
+            raise InvalidModelFile(
+                f"{path} says it is part {brief(said[0])} of {brief(said[1])}, counted from 0, or holds tensors of "
+                f"another part; it should be {index} of {len(parts)}. Download it again."
+            )
+        tensors |= found
+    if (wanted := whole.get("split.tensors.count")) not in (None, len(tensors)):
+        raise InvalidModelFile(
+            f"The parts of {parts[0]} hold {len(tensors)} tensors, not {brief(wanted)}; download them again."
+        )
+    return GgufFile(path=parts[0], metadata=_Metadata(parts[0], whole), tensors=tensors, parts=parts)
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     with _opened(path) as cursor:
         num_tensors, num_keys = _read_preamble(cursor)
         metadata = _read_metadata(cursor, num_keys)
-        tensors = _read_tensors(cursor, num_tensors, metadata)
-    return GgufFile(path=path, metadata=_Metadata(path, metadata), tensors=tensors)
+        return metadata, _read_tensors(cursor, num_tensors, metadata)
 
 
 @contextmanager
@@ -271,7 +323,9 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, metadata: Mapping[str, Any]
                 f"{cursor.path} is truncated: tensor {name!r} ends at byte {end}, the file has "
                 f"{cursor.num_file_bytes} bytes; download it again."
             )
-        tensors[name] = GgufTensor(name=name, shape=shape, quant_type=quant_type, offset=start, num_bytes=num_bytes)
+        tensors[name] = GgufTensor(
+            name=name, path=cursor.path, shape=shape, quant_type=quant_type, offset=start, num_bytes=num_bytes
+        )
     return tensors
 
 

@@ -82,11 +82,6 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
 
 def _refuse_variants(keys: Keys, name: str, family: Architecture) -> None:
     """Things that would change the numbers and that these families' plain form does not have."""
-    if keys.metadata.get("split.count", 1) not in (0, 1):
-        raise UnsupportedModel(
-            f"{keys.path} is one of {brief(keys.metadata['split.count'])} parts; "
-            "join them with `llama-gguf-split --merge` and pass the whole file."
-        )
     plain = {
         **_PLAIN,
         "attention.value_length": (None, keys.raw("attention.key_length")),

@@ -88,7 +88,7 @@ def _rotary_factors(gguf: GgufFile, name: str, rotary_dim: int) -> list[float]:
             f"{gguf.path}: {name} is {found}, not F32 of shape ({rotary_dim // 2},); convert the model again."
         )
     try:
-        with gguf.path.open("rb", buffering=0) as file:
+        with tensor.path.open("rb", buffering=0) as file:
             file.seek(tensor.offset)
             values = np.frombuffer(file.read(tensor.num_bytes), dtype="<f4")
     except (OSError, ValueError) as error:

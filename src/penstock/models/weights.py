@@ -366,7 +366,7 @@ class GgufWeights:
         multiple = head_rows if len(stored.shape) > 1 else lcm(head_rows, block_items)
         for part, start in _slices(destination, 0, 4, multiple):
             raw = torch.empty(part.numel() // block_items * block_bytes, dtype=torch.uint8)
-            _read_into(self._path, stored.offset + start // block_items * block_bytes, raw)
+            _read_into(stored.path, stored.offset + start // block_items * block_bytes, raw)
             values = self._values(piece, raw.numpy(), part.shape[-1] if part.dim() else 1, name)
             if piece.interleaved_heads:
                 # Stored as (heads, pairs, 2, ...); rotary halves come first in Hugging Face's order.
@@ -383,7 +383,7 @@ class GgufWeights:
         for start in range(0, prod(stored.shape), step):
             count = min(step, prod(stored.shape) - start)
             raw = torch.empty(count // block_items * block_bytes, dtype=torch.uint8)
-            _read_into(self._path, stored.offset + start // block_items * block_bytes, raw)
+            _read_into(stored.path, stored.offset + start // block_items * block_bytes, raw)
             values = torch.from_numpy(self._values(piece, raw.numpy(), width, name)).reshape(-1, row_items)
             flat[places[start // row_items :][: len(values)]] = values.to(flat.dtype)
 
@@ -418,7 +418,7 @@ class GgufWeights:
         step, kind = max(1, SLICE_BYTES // (4 * num_inputs)), destination.kind
         for first in range(0, num_rows, step):
             raw = torch.empty(min(step, num_rows - first), row_bytes, dtype=torch.uint8)
-            _read_into(self._path, stored.offset + first * row_bytes, raw)
+            _read_into(stored.path, stored.offset + first * row_bytes, raw)
             if kind == stored.quant_type:
                 groups = from_gguf(raw.numpy(), stored.quant_type)
             else:
