@@ -28,6 +28,16 @@ ALLOWED = {
     "attached": {"proof", "foreign", "models", "plan"},
     "batch": set(),
     "route": {"cache.prefix", "schedule"},
+    "ray": {
+        "cache.prefix",
+        "engine",
+        "lanes.table",
+        "models.files",
+        "plan",
+        "prompt",
+        "route",
+        "server",
+    },
     "trace": {"plan"},
     "engine": {
         "trace",
@@ -66,6 +76,7 @@ ALLOWED = {
     },
     "cli": {
         "batch",
+        "ray",
         "bench",
         "simulate",
         "doctor",

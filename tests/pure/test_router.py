@@ -76,6 +76,14 @@ def test_what_was_sent_since_the_news_counts_until_newer_ones_tell_of_it():
     assert made.predicted_s("a", prompt(10), NOW + 2) == pytest.approx((10 * BLOCK + 1) * 0.01)
 
 
+def test_what_is_about_to_go_there_counts_and_waits_in_no_queue():
+    made = router(a=load(), b=load())
+    made.expect("a", "first", prompt(10), NOW)
+    assert made.order(prompt(10, first=100), ["a", "b"], NOW)[0] == "b"
+    made.send("b", "second", prompt(1), NOW)
+    assert made.order(prompt(1), ["a", "b"], NOW + FRESH_S + 1)[0] == "a"
+
+
 def test_what_has_ended_counts_no_more():
     made = router(a=load())
     made.send("a", "first", prompt(10), NOW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from penstock.cli.flags import Model, TraceFile
 from penstock.cli.settings import ENGINE, SERVER, SHARING, engine_config, with_settings
 from penstock.config import DEFAULT_MODEL, MIB
 from penstock.errors import InvalidSetting
+from penstock.ray import require_ray
 from penstock.server.settings import CONNECTIONS, TIMEOUTS, ServerSettings
 
 TIMES = (*TIMEOUTS, "drain_timeout_s")
@@ -45,12 +47,24 @@ def serve(
         Path | None, typer.Option(help="A folder for files and batches, which a later server goes on with.")
     ] = None,
     max_files_mib: Annotated[int, typer.Option(help="Most bytes of files that are kept.")] = 1024,
+    ray: Annotated[bool, typer.Option("--ray", help="Run several replicas on Ray behind this server.")] = False,
+    replicas: Annotated[str, typer.Option(help="With --ray: how many of each model, or from-to, such as 1-3.")] = "2",
+    backlog_s: Annotated[
+        float, typer.Option(help="With --ray and from-to: seconds of reading that each may have before it; then more.")
+    ] = 5.0,
+    patience_s: Annotated[
+        float, typer.Option(help="With --ray and from-to: for so long fewer must be enough before one is drained.")
+    ] = 30.0,
+    with_model: Annotated[
+        list[str] | None, typer.Option(help="With --ray: another model, by its own name; may be given several times.")
+    ] = None,
     trace: TraceFile = None,
     **settings: Any,
 ) -> None:
     """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
     config = engine_config(settings)
     try:
+        from penstock.server.app import make_app
         from penstock.server.process import serve as serve_until_told
     except ModuleNotFoundError as error:
         raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
@@ -67,4 +81,15 @@ def serve(
         trace=trace,
         **{name: value for name, value in settings.items() if name in SERVER},
     )
-    raise typer.Exit(serve_until_told(asked, config))
+    if not ray:
+        if with_model:
+            raise InvalidSetting("--with-model needs --ray: a server without it has one model.")
+        raise typer.Exit(serve_until_told(asked, lambda: make_app(asked, config)))
+    if trace is not None:
+        raise InvalidSetting("--trace is of one engine; with --ray ask /trace?replica=NAME instead.")
+    require_ray()
+    from penstock.ray.fleet import FleetSettings, serve_fleet
+
+    fleet = FleetSettings.of(replicas, backlog_s=backlog_s, patience_s=patience_s)
+    others = [replace(asked, model=name, name=None, aliases=()) for name in with_model or []]
+    raise typer.Exit(serve_fleet([asked, *others], config, fleet))

@@ -200,8 +200,13 @@ def chat_template(parts: TokenizerParts, own: str | None = None) -> ChatTemplate
 
 def prompt_length(files: ModelFiles, parts: Sequence[TextPart], facts: LaneFacts) -> int:
     """Counts the tokens of a message made of the parts, by the tokenizer and the chat template alone."""
+    return prompt_reader(files, facts).chat_feed(parts).num_total or 0
+
+
+def prompt_reader(files: ModelFiles, facts: LaneFacts, capacity: int = 0) -> PromptReader:
+    """Makes a reader without the model; it refuses no length."""
     known = load_tokenizer(files)
-    reader = PromptReader(
+    return PromptReader(
         tokenizer=Tokenizer(known.backend),
         vocab_size=known.backend.get_vocab_size(),
         template=chat_template(known),
@@ -210,9 +215,8 @@ def prompt_length(files: ModelFiles, parts: Sequence[TextPart], facts: LaneFacts
         is_text_part=bool(facts.why_text_only),
         needs_length=True,
         refuse_too_long=lambda num_tokens, is_all=True: None,
-        capacity=0,
+        capacity=capacity,
     )
-    return reader.chat_feed(parts).num_total or 0
 
 
 def _messages(prompt: object) -> list[Message]:

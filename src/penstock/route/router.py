@@ -41,8 +41,7 @@ class _Replica:
         self.coming = {one for sent in self.untold.values() for one in sent.wanted.hashes}
         self.coming_s = sum(sent.reading_s for sent in self.untold.values())
 
-    def send(self, key: object, sent: _Sent) -> None:
-        self.open.add(key)
+    def expect(self, key: object, sent: _Sent) -> None:
         self.untold[key] = sent
         self.coming.update(sent.wanted.hashes)
         self.coming_s += sent.reading_s
@@ -125,12 +124,18 @@ class Router:
         return replica.backlog_s(now) + read_s
 
     def send(self, name: str, key: object, wanted: Wanted, now: float) -> None:
-        """Notes that the prompt goes there; it counts until news tell of it, and in the queue until `end`."""
+        """Notes that the prompt went there: it is in the queue until `end`."""
+        self.expect(name, key, wanted, now)
+        self._replicas[name].open.add(key)
+
+    def expect(self, name: str, key: object, wanted: Wanted, now: float) -> None:
+        """Notes that the prompt is about to go there: it counts until news tell of it, or `end`."""
         replica = self._replicas.setdefault(name, _Replica())
         load, reading_s = replica.load, 0.0
         if load is not None:
             reading_s = load.reading_s(replica.num_cached(wanted), wanted.num_tokens)
-        replica.send(key, _Sent(at_s=now, reading_s=reading_s, wanted=wanted))
+        replica.end(key)
+        replica.expect(key, _Sent(at_s=now, reading_s=reading_s, wanted=wanted))
 
     def end(self, name: str, key: object) -> None:
         """Notes that a prompt was answered, or left."""

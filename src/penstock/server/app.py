@@ -44,9 +44,14 @@ def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     add_handlers(app)
+    allow_origins(app, settings)
+    app.add_middleware(Gate, settings=settings)
+    return app
+
+
+def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
+    """Lets pages of the origins that the settings name ask."""
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Gate, settings=settings)
-    return app

@@ -7,15 +7,14 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
+from fastapi import FastAPI
 
-from penstock.config import EngineConfig
 from penstock.errors import InvalidSetting
-from penstock.server.app import make_app
 from penstock.server.connections import BoundedProtocol, ConnectionLimits
 from penstock.server.logs import write_json_lines
 from penstock.server.settings import ServerSettings
@@ -47,12 +46,12 @@ class _Server(uvicorn.Server):
         self.draining = asyncio.ensure_future(service.drain())
 
 
-def serve(settings: ServerSettings, config: EngineConfig) -> int:
-    """Runs until a signal ends it. Raises what went wrong while the model was loaded."""
+def serve(settings: ServerSettings, make: Callable[[], FastAPI]) -> int:
+    """Runs the app until a signal ends it. Raises what went wrong while its model was loaded."""
     _refuse_taken(settings)
     write_json_lines()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return asyncio.run(_serve(settings, config))
+    return asyncio.run(_serve(settings, make))
 
 
 def _refuse_taken(settings: ServerSettings) -> None:
@@ -69,8 +68,8 @@ def _cannot_listen(settings: ServerSettings, why: str = "") -> InvalidSetting:
     return InvalidSetting(f"The server cannot listen on {where}{why}. Give another --port, or another --host.")
 
 
-async def _serve(settings: ServerSettings, config: EngineConfig) -> int:
-    app = make_app(settings, config)
+async def _serve(settings: ServerSettings, make: Callable[[], FastAPI]) -> int:
+    app = make()
     limits = ConnectionLimits.of(settings)
     if limits.most < settings.max_connections:
         log.warning("fewer connections, by the limit on open files", extra={"max_connections": limits.most})

@@ -147,7 +147,7 @@ class Run:
             told = {"headers": self._headers, "keep_alive": shape.keep_alive, "failed": shape.failed}
             return EventStream(self._events(shape), self._request, self.close, **told)
         try:
-            answer = await _unless_disconnected(self._request, self._whole(shape))
+            answer = await unless_disconnected(self._request, self._whole(shape))
         finally:
             self.close()
         return (
@@ -263,7 +263,7 @@ def _num_tokens(prompt: Any) -> int:
     return len(prompt) if not prompt or isinstance(prompt[0], int) else 0
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """What the work gives; None, with the work cancelled, if the client leaves first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))

@@ -75,7 +75,7 @@ class Service:
         engine.on_plan = self.board.take_plan
         engine.on_step = self._take_step
         self.metrics.describe(self.name, engine, self.board)
-        self.forms = await asyncio.to_thread(_forms, engine.prompts, self.settings)
+        self.forms = await asyncio.to_thread(forms_of, engine.prompts, self.settings)
         self._engine = AsyncEngine(engine)
         seconds = round(time.perf_counter() - started_at, 2)
         log.info("ready", extra={"model": self.name, "lane": engine.lane.id, "seconds": seconds, **self.forms.names})
@@ -105,14 +105,19 @@ class Service:
         rotary = model.spec.rotary_variant(1)
         return self._meter.load(engine.scheduler, model=self.name, identity=model.identity, rotary=rotary)
 
+    @property
+    def prompts(self) -> PromptReader:
+        """What makes tokens of texts and of messages."""
+        return self.engine.engine.prompts
+
     async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns the tokens of texts and of what is tokens already."""
-        encode = self.engine.engine.prompts.text_tokens
+        encode = self.prompts.text_tokens
         return await asyncio.to_thread(lambda: [encode(one) if isinstance(one, str) else one for one in prompts])
 
     def messages(self, given: Sequence[GivenMessage]) -> list[dict[str, Any]]:
         """Returns messages as the template takes them; an image that is too large is refused."""
-        template = self.engine.engine.prompts.template
+        template = self.prompts.template
         as_text = self.forms.takes_arguments_as_text
         found = [message.for_template(self.settings.max_image_bytes, as_text) for message in given]
         return found if template is None else fitted(found, turn_rules(template))
@@ -161,7 +166,7 @@ def _temporary_folder(service: Service) -> Path:
     return folder
 
 
-def _forms(reader: PromptReader, settings: ServerSettings) -> TemplateForms:
+def forms_of(reader: PromptReader, settings: ServerSettings) -> TemplateForms:
     """Finds how the model writes calls and reasoning; what the settings say comes before what its template shows."""
     forms = TemplateForms() if reader.template is None else probe(reader.rendered, reader.template.source)
     if settings.tool_parser is not None:

@@ -22,7 +22,7 @@ async def converse(run: Run, ask: ChatAsk) -> None:
     """Starts the choices of a chat, each with a reader for the reasoning and the calls that it may write."""
     if ask.skipped_tools:
         run.report("skipped_tools", ask.skipped_tools)
-    prompt, form = await asyncio.to_thread(_prompt, run.service, ask)
+    prompt, form = await asyncio.to_thread(prompt_of, run.service, ask)
     forks = await asyncio.to_thread(_forks, run.service, ask, prompt) if run.engine.states is not None else []
     special_tokens = run.engine.tokenizer.special_tokens
     shown = tuple(id_ for text, id_ in special_tokens.items() if any(text in marker for marker in form.markers))
@@ -40,13 +40,13 @@ async def converse(run: Run, ask: ChatAsk) -> None:
 
 async def num_tokens(service: Service, ask: ChatAsk) -> int:
     """Counts the tokens of the prompt that a chat becomes; nothing is run."""
-    prompt, _ = await asyncio.to_thread(_prompt, service, ask)
+    prompt, _ = await asyncio.to_thread(prompt_of, service, ask)
     return await service.engine.num_tokens(prompt)
 
 
-def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
+def prompt_of(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
     """Gives tokens, and how the answer will be read; messages with images go to the engine as they are."""
-    reader, forms = service.engine.engine.prompts, service.forms
+    reader, forms = service.prompts, service.forms
     messages = service.messages(ask.messages)
     if any(message.has_images for message in ask.messages):
         if ask.offered_tools:
@@ -70,7 +70,7 @@ def _prompt(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, 
 
 def _variables(service: Service, ask: ChatAsk) -> dict[str, Any]:
     """What the template is told beside the messages."""
-    template, tools = service.engine.engine.prompts.template, [tool.for_template() for tool in ask.offered_tools]
+    template, tools = service.prompts.template, [tool.for_template() for tool in ask.offered_tools]
     known = template.knobs if template else frozenset()
     return {name: value for name, value in ask.knobs.items() if name in known} | ({"tools": tools} if tools else {})
 
@@ -84,7 +84,7 @@ def _forks(service: Service, ask: ChatAsk, prompt: list[Any]) -> list[int]:
         other = [*ask.messages[:num_messages], GivenMessage(role="user", content=ANOTHER)]
         with suppress(InvalidPrompt):  # turns that the template does not take
             variables = _variables(service, ask)
-            tokens = service.engine.engine.prompts.message_tokens(service.messages(other), **variables)
+            tokens = service.prompts.message_tokens(service.messages(other), **variables)
             found.append(next((n for n, (one, two) in enumerate(zip(prompt, tokens, strict=False)) if one != two), 0))
     return found
 
