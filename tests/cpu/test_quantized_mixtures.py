@@ -140,3 +140,19 @@ def test_the_memory_model_counts_experts_and_recurrent_layers_as_they_are_kept(w
     experts = [layer.mlp for layer in decoder.layers]
     assert all(isinstance(one.gate_up, QuantizedMatrix) and isinstance(one.down, QuantizedMatrix) for one in experts)
     assert sum(isinstance(layer.mixer.output, QuantizedLinear) for layer in decoder.layers) == len(decoder.layers)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("case", ["qwen3moe", "gpt-oss", "mixtral"])
+def test_a_step_through_experts_in_one_call_is_the_step_layer_by_layer(case, write):
+    def logits(in_one):
+        with Engine.load(str(path), memory="4GiB", threads=2, dtype="bfloat16", chunk_size=40) as engine:
+            assert engine.model.lane.steps is not None
+            if not in_one:
+                engine.model.lane.steps = None
+            recorder = LogitRecorder(engine)
+            engine.generate_batch([PROMPT, PROMPT[7:20]], max_tokens=6, ignore_eos=True)
+            return recorder.all
+
+    path = write(case, **SIZES[case])
+    assert torch.equal(logits(in_one=True), logits(in_one=False))

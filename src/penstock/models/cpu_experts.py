@@ -115,11 +115,11 @@ def add_mixed(
         "out": out_TM.data_ptr(),
         "num_tokens": len(x_TM),
     }
-    fields["workspace"] = workspace(mixture_bytes(kernels, fields)).data_ptr()
+    fields["workspace"] = workspace(mixture_bytes(kernels, fields, torch.get_num_threads())).data_ptr()
     kernels.run("penstock_mix", "struct mixture *", fields)
 
 
-def mixture_bytes(kernels: CKernels, fields: dict[str, Any]) -> int:
+def mixture_bytes(kernels: CKernels, fields: dict[str, Any], num_threads: int) -> int:
     """Counts what a call needs beside its rows."""
-    call = ffi().new("struct mixture *", fields | {"num_threads": torch.get_num_threads()})
+    call = ffi().new("struct mixture *", fields | {"num_threads": num_threads})
     return kernels.library.penstock_mixture_bytes(call)

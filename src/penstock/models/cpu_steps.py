@@ -1,4 +1,4 @@
-"""Steps through all layers in one call of C, for bfloat16 decoders of attention and gated MLPs."""
+"""Steps through all layers in one call of C, for bfloat16 decoders of attention, gated MLPs and experts in few bits."""
 
 # R rows that a step may have, M hidden size, F intermediate size
 
@@ -13,8 +13,10 @@ from penstock.attention.cpu import CpuAttention
 from penstock.attention.cpu_compiled import LARGEST_GROUP, CompiledAttention, heads
 from penstock.kernels.build import ffi
 from penstock.kernels.calls import CKernels, address, c_kernels
-from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, product_workspace
+from penstock.models.cpu_experts import is_known, mixture_bytes, mixture_fields, routing_fields
+from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, workspace
 from penstock.models.decoder import Attention, Decoder, Layer
+from penstock.models.experts import Experts
 from penstock.models.layers import GatedMlp, LayerNorm, Linear, QuantizedLinear, RmsNorm
 from penstock.models.quantization import HALF_GROUP
 
@@ -46,12 +48,21 @@ class CompiledSteps:
         self._rotations = {
             name: tuple(_rows(rotary.spec.num_dims // 2) for _ in range(2)) for name, rotary in decoder.rotaries.items()
         }
+        self._mixture: dict[str, Any] | None = None  # a call of one; all need as much memory
+        if spec.experts is not None:
+            self._scores_RE = _rows(spec.experts.num_experts, torch.float32)
+            self._chosen_RA, self._weights_RA = (
+                _rows(spec.experts.num_active, dtype) for dtype in (torch.int32, torch.float32)
+            )
         self._calls: list[tuple[int, Any]] = []  # (kind, struct), kept alive: the table holds their addresses
         for layer in decoder.layers:
             assert isinstance(layer.mixer, Attention)
-            assert isinstance(layer.mlp, GatedMlp)
             self._list_attention(layer, layer.mixer)
-            self._list_mlp(layer, layer.mlp)
+            if isinstance(layer.mlp, Experts):
+                self._list_experts(layer, layer.mlp)
+            else:
+                assert isinstance(layer.mlp, GatedMlp)
+                self._list_mlp(layer, layer.mlp)
         calls = [{"kind": kind, "with": int(ffi().cast("uintptr_t", call))} for kind, call in self._calls]
         self._table = ffi().new("struct call[]", calls)
 
@@ -68,8 +79,11 @@ class CompiledSteps:
             sines[:num_rows].copy_(rotation.sin_T1R[:, 0])
         self._attention.begin_step(inputs)
         layout = self._compiled.layout(self._decoder.spec.num_heads)
-        workspace = product_workspace(self._kernels, num_rows, self._most_inputs, layout.num_threads)
-        fields = {"calls": self._table, "layout": layout, "workspace": workspace.data_ptr()}
+        num_bytes = self._kernels.library.penstock_product_bytes(num_rows, self._most_inputs, layout.num_threads)
+        if self._mixture is not None:
+            mixture = self._mixture | {"num_tokens": num_rows}
+            num_bytes = max(num_bytes, mixture_bytes(self._kernels, mixture, layout.num_threads))
+        fields = {"calls": self._table, "layout": layout, "workspace": workspace(num_bytes).data_ptr()}
         step = ffi().new("struct step *", fields | {"num_calls": len(self._table), "num_rows": num_rows})
         self._kernels.library.penstock_run_step(step)
         return hidden_TM
@@ -119,6 +133,15 @@ class CompiledSteps:
         self._list_product(mlp.gate_up, self._normed_RM, self._gate_up)
         self._list("gate", gate_fields(self._gate_up, self._gated_RF, mlp.activation))
         self._list_added(layer, "mlp", mlp.down, self._gated_RF)
+
+    def _list_experts(self, layer: Layer, experts: Experts) -> None:
+        self._list_norm(layer.norms[self._decoder.mlp_input_norm], self._hidden_RM, self._normed_RM)
+        chosen = {"experts": self._chosen_RA.data_ptr(), "weights": self._weights_RA.data_ptr()}
+        read = {"rows": self._normed_RM.data_ptr()} | chosen
+        self._list("routing", routing_fields(experts) | read | {"logits": self._scores_RE.data_ptr()})
+        mixture = mixture_fields(self._kernels, experts, self._decoder.spec.hidden_size)
+        self._mixture = mixture | read | {"out": self._hidden_RM.data_ptr()}
+        self._list("mixture", self._mixture)
 
     def _list_added(self, layer: Layer, part: str, linear: Linear | QuantizedLinear, x: torch.Tensor) -> None:
         """Adds to the hidden states, within the product where no norm comes between."""
@@ -171,7 +194,7 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
     are_alike = len({(layer.num_kv_heads, layer.head_size) for layer in spec.layers}) == 1
     if not is_plain or not are_alike or spec.is_parallel or spec.num_heads // spec.num_kv_heads > LARGEST_GROUP:
         return None
-    if not all(_is_known(layer) for layer in decoder.layers):
+    if not all(_is_known(layer) for layer in decoder.layers) or (spec.norms_outputs and spec.experts):
         return None
     kernels = c_kernels()
     return None if kernels is None else CompiledSteps(kernels, decoder, attention, attention.compiled)
@@ -179,4 +202,7 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
 
 def _is_known(layer: Layer) -> bool:
     is_attention, mlp = isinstance(layer.mixer, Attention) and layer.beside is None, layer.mlp
+    if isinstance(mlp, Experts):
+        is_plain = mlp.spec.sigmoid is None and mlp.shared is None and mlp.routed_norm is None
+        return is_attention and is_plain and is_known(mlp)
     return is_attention and isinstance(mlp, GatedMlp) and mlp.activation in ("silu", GELU_TANH)
