@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -58,18 +58,22 @@ def through_server(path: Path, settings: list[str], most_s: float, num_clients: 
             if time.perf_counter() - began > most_s:
                 return Counter()
             body = {name: value for name, value in json.loads(line).items() if name != "custom_id"}
-            answer = client.post("/v1/completions", json=body | {"model": "smollm2"})
-            if time.perf_counter() - began > most_s:
+            try:
+                answer = client.post("/v1/completions", json=body | {"model": "smollm2"})
+            except httpx.HTTPError:  # the time is over, and the server with it
                 return Counter()
             usage = answer.raise_for_status().json()["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             return Counter(lines=1, read=usage["prompt_tokens"], cached=cached, wrote=usage["completion_tokens"])
 
+        over = threading.Timer(most_s, process.kill)
+        over.start()
         with ThreadPoolExecutor(num_clients) as pool:
             found = sum(pool.map(ask, path.read_text().splitlines()), Counter())
         seconds = min(most_s, time.perf_counter() - began)
-    process.send_signal(signal.SIGINT)
-    process.wait(60)
+        over.cancel()
+    process.kill()
+    process.wait()
     print(dict(found), f"{seconds:.1f} s, {(found['read'] + found['wrote']) / seconds:.1f} tok/s read and written")
 
 
@@ -80,7 +84,7 @@ def num_lines_of(path: Path) -> int:
 def kills(model: str, path: Path) -> None:
     answers = Path(tempfile.mkdtemp()) / "answers.jsonl"
     asked = [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
-    command = [*PENSTOCK, "batch", str(path), str(answers), "--model", model]
+    command = [*PENSTOCK, "batch", str(path), str(answers), model]
     for number in range(NUM_KILLS):
         target = (number + 1) * len(asked) // (NUM_KILLS + 1)
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -101,7 +105,7 @@ def memory(model: str, num_lines: int) -> None:
     with source.open("w") as file:
         for n in range(num_lines):
             file.write(json.dumps({"custom_id": str(n), "prompt": f"{n % 97} fox", "max_tokens": 1}) + "\n")
-    command = [*PENSTOCK, "batch", str(source), str(answers), "--model", model]
+    command = [*PENSTOCK, "batch", str(source), str(answers), model]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     status, began = Path(f"/proc/{process.pid}/status"), time.perf_counter()
     seen: list[tuple[int, int]] = []  # bytes of answers, resident KiB

@@ -125,13 +125,24 @@ def serve_fleet(
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"} if is_quiet else None)
         handles = {
-            settings.served_name: serve.run(bound, name=_safe(settings.served_name), route_prefix=None)
+            settings.served_name: _started(_safe(settings.served_name), bound)
             for settings, bound in zip(models, _bound(models, config, fleet), strict=True)
         }
         return serve_until_told(models[0], lambda: _front(models, config, handles))
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _started(name: str, bound: Any) -> DeploymentHandle:
+    """Waits until the replicas of a model are there; what one of them refused is refused here."""
+    try:
+        return serve.run(bound, name=name, route_prefix=None)
+    except RuntimeError as error:
+        told = serve.status().applications[name].deployments.values()
+        lines = [line for one in told for line in one.message.splitlines() if "penstock.errors." in line]
+        why = lines[-1].partition(": ")[2] if lines else str(error)
+        raise InvalidSetting(f"The replicas of {name} did not start: {why}") from None
 
 
 def _front(models: Sequence[ServerSettings], config: EngineConfig, handles: Mapping[str, DeploymentHandle]) -> FastAPI:
