@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from threading import Lock
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
@@ -23,6 +24,7 @@ class FirstTokenRouter(RequestRouter):
         from penstock.ray.replica import ROUTERS
 
         self.router = Router()
+        self._lock = Lock()  # calls are routed in a thread of Ray's, and loads read in others
         self._expected: OrderedDict[str, str] = OrderedDict()  # where calls are about to go
         ROUTERS[self._deployment_id.name] = self
 
@@ -33,8 +35,9 @@ class FirstTokenRouter(RequestRouter):
     @property
     def loads(self) -> dict[str, Load]:
         """The last news of the replicas that there are."""
-        self._listen(self.curr_replicas.values())
-        return self.router.loads
+        with self._lock:
+            self._listen(self.curr_replicas.values())
+            return self.router.loads
 
     def _listen(self, replicas: Iterable[RunningReplica]) -> None:
         names = []
@@ -49,7 +52,6 @@ class FirstTokenRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        self._listen(self.curr_replicas.values())
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         given = {} if pending_request is None else pending_request.kwargs
         if (named := given.get("replica")) is not None:
@@ -57,22 +59,28 @@ class FirstTokenRouter(RequestRouter):
                 return [candidate_replicas]
             return [[by_name[named]]] if named in by_name else []
         wanted, now = given.get("wanted") or Wanted(num_tokens=1), time.time()
-        order = self.router.order(wanted, list(by_name), now)
-        if order and pending_request is not None:  # those that come at the same moment know of each other
-            key = pending_request.metadata.internal_request_id
-            self.router.end(self._expected.pop(key, order[0]), key)
-            self.router.expect(order[0], key, wanted, now)
-            self._expected[key] = order[0]
-            if len(self._expected) > MAX_EXPECTED:  # of calls that were given up before they went anywhere
-                self._expected.popitem(last=False)
+        with self._lock:
+            self._listen(self.curr_replicas.values())
+            order = self.router.order(wanted, list(by_name), now)
+            if order and pending_request is not None:  # those that come at the same moment know of each other
+                self._expect(order[0], pending_request.metadata.internal_request_id, wanted, now)
         return [[by_name[name]] for name in order]
+
+    def _expect(self, name: str, key: str, wanted: Wanted, now: float) -> None:
+        self.router.end(self._expected.pop(key, name), key)
+        self.router.expect(name, key, wanted, now)
+        self._expected[key] = name
+        if len(self._expected) > MAX_EXPECTED:  # of calls that were given up before they went anywhere
+            self._expected.popitem(last=False)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         key, wanted = pending_request.metadata.internal_request_id, pending_request.kwargs.get("wanted")
-        if (expected := self._expected.pop(key, None)) is not None:
-            self.router.end(expected, key)
-        if wanted is not None:
-            self.router.send(replica_id.unique_id, key, wanted, time.time())
+        with self._lock:
+            if (expected := self._expected.pop(key, None)) is not None:
+                self.router.end(expected, key)
+            if wanted is not None:
+                self.router.send(replica_id.unique_id, key, wanted, time.time())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self.router.end(replica_id.unique_id, internal_request_id)
+        with self._lock:
+            self.router.end(replica_id.unique_id, internal_request_id)
