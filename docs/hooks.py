@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
@@ -40,6 +41,7 @@ WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
 CHART = re.compile(r"<!-- chart: ([\w-]+): ([^>]+) -->")
 IMAGES = Path(__file__).parent / "images"
+MEASURED_FAMILIES = Path(__file__).parent / "reference" / "families.json"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -115,6 +117,31 @@ def families() -> str:
         for name in FAMILIES
     ]
     return _table(("`model_type` of a folder", "architecture of a GGUF file", "what is special"), rows)
+
+
+def measured_families() -> str:
+    """What tests/evidence/test_family_table.py found of tiny models, where the library can make one."""
+    rows = [
+        (
+            _code(row["model_type"]),
+            _code(row["lane"]),
+            "yes" if row["applied"] else "no",
+            f"{row['hit_tokens']} of {row['prompt_tokens']}",
+            f"{row['kv_bytes_per_token']:,}",
+            f"{row['cache_bytes_per_token']:,}" if row["cache_bytes_per_token"] else "its own",
+        )
+        for row in json.loads(MEASURED_FAMILIES.read_text(encoding="utf-8"))
+        if row["lane"]
+    ]
+    head = (
+        "`model_type`",
+        "lane",
+        "in chunks",
+        "tokens of a second request that are not read",
+        "bytes of a token",
+        "in transformers",
+    )
+    return _table(head, rows)
 
 
 def gguf_types() -> str:
@@ -262,6 +289,7 @@ IMAGE_TEXT_NAMES = {
     "idefics3": "Idefics3",
     "mistral3": "Mistral Small 3, Ministral 3, Devstral 2",
     "internvl": "InternVL",
+    "lfm2_vl": "LFM2-VL with a dense LFM2",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4 (of E2B and E4B at any token: their images do not see themselves)",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -293,6 +321,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings-file": lambda: _code(CONFIG_FILE),
     "families": families,
     "image-families": image_families,
+    "measured-families": measured_families,
     "gguf-types": gguf_types,
     "sampling-settings": sampling_settings,
     "prefill-progress": fields_of(PrefillProgress),

@@ -66,6 +66,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": 64},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "glm5_next_text": {"index_topk": 16},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -74,6 +75,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "ministral": {"head_dim": 16},
+    "mistral4": {"qk_nope_head_dim": 16, "head_dim": 32},
+    "muse_spark_audio": {"out_hidden_size": 64},
     "mpt": {"use_cache": True},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "qwen4_exp_text": {
@@ -86,6 +89,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
     "roc_bert": {"shape_vocab_size": 50, "pronunciation_vocab_size": 50},
+    "step3p5": {"sliding_window": 13},
     "xmod": {"default_language": "en_XX"},
     "zamba": _ZAMBA | {"n_mamba_heads": 2, "mamba_dt_rank": 8},
     "zamba2": _ZAMBA | {"n_mamba_heads": 8, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
@@ -102,9 +106,9 @@ def tiny_causal_model(model_type: str) -> PreTrainedModel:
         default = CONFIG_MAPPING[model_type](**_defaults(model_type))
         model_class = _model_class(default)
         config = default if isinstance(default, model_class.config_class) else default.get_text_config(decoder=True)
-        small = _small(config)
+        small = small_config(config)
         _require_small(model_class, small)
-        model = _with_random_weights(model_class, small)
+        model = with_random_weights(model_class, small)
     except CannotBuild:
         raise
     except Exception as error:
@@ -123,7 +127,7 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
-def _small(config: PretrainedConfig) -> PretrainedConfig:
+def small_config(config: PretrainedConfig) -> PretrainedConfig:
     return type(config)(**(_small_values(config) | NEEDED.get(config.model_type, {})))
 
 
@@ -133,7 +137,7 @@ def _small_values(config: PretrainedConfig) -> dict[str, Any]:
     num_special = 0
     for name, value in sizes.items():
         if isinstance(value, dict) and isinstance(part := getattr(config, name), PretrainedConfig):
-            values[name] = _small(part).to_dict()
+            values[name] = small_config(part).to_dict()
         elif name in SIZES and type(value) is int:
             values[name] = min(value, SIZES[name])
         elif name.endswith(("_token_id", "_token_index")) and type(value) is int and value >= FIRST_SPECIAL:
@@ -186,7 +190,7 @@ def _require_small(model_class: type[PreTrainedModel], config: PretrainedConfig)
 
 
 @torch.no_grad()
-def _with_random_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+def with_random_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     for parameter in model.parameters():

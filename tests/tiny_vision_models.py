@@ -233,6 +233,26 @@ def _places() -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "image_position_ids": torch.stack(padded)}
 
 
+def _lfm2_vl() -> PretrainedConfig:
+    layers = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32}
+    tower = {name: _VIT[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    return transformers.Lfm2VlConfig(
+        text_config=_text("lfm2", **layers).to_dict(),
+        vision_config=tower
+        | {"num_attention_heads": 4, "num_patches": 16, "patch_size": 4, "model_type": "siglip2_vision_model"},
+        image_token_id=IMAGE_TOKEN,
+        projector_hidden_size=48,
+    )
+
+
+def _shapes() -> dict[str, torch.Tensor]:
+    """Patches of a square and of a wide image, padded to as many."""
+    shapes = torch.tensor([[6, 6], [4, 8]])
+    is_patch = torch.arange(36)[None] < shapes.prod(-1)[:, None]
+    pixels = _images(2, 36, 48) * is_patch[..., None]
+    return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": is_patch.long()}
+
+
 def _internvl() -> PretrainedConfig:
     vision = transformers.InternVLVisionConfig(**(_VIT | {"image_size": [32, 32], "patch_size": [8, 8]}))
     return transformers.InternVLConfig(
@@ -258,6 +278,7 @@ KINDS = {
     "gemma4-e": Kind(config=_gemma4_e, images=_places, tower="model.vision_tower"),
     "smolvlm": Kind(config=lambda: _idefics3("SmolVLMConfig"), images=_tiles, tower="model.vision_model"),
     "idefics3": Kind(config=lambda: _idefics3("Idefics3Config"), images=_tiles, tower="model.vision_model"),
+    "lfm2-vl": Kind(config=_lfm2_vl, images=_shapes, tower="model.vision_tower"),
     "llava": Kind(config=_llava, images=_squares, tower="model.vision_tower"),
     "llava-onevision": Kind(config=_llava_onevision, images=_two_of_a_sample, tower="model.vision_tower"),
     "mistral3": Kind(config=_mistral3, images=_sizes, tower="model.vision_tower"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from penstock.lanes.table import pick_lane
 from penstock.models.families import FAMILIES
+from penstock.models.media_spec import NATIVE_MEDIA
 from penstock.models.shapes import native_shape
 from penstock.models.spec import decoder_spec
 
 INSIDE_OTHERS = {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # decoders that come only with images
 NOT_TRIED_TINY = {"qwen2_moe"}
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "families.json"
 
 
 def stored(config):
@@ -49,6 +52,22 @@ def test_what_a_class_does_not_look_at_changes_nothing():
     for name, num_rotated in (("llama", 16), ("glm", 12)):
         spec = decoder_spec(stored(CONFIGS[name]()) | {"rope_parameters": parameters})
         assert spec.rotaries["global"].num_dims == num_rotated
+
+
+def test_every_native_family_is_in_the_table_of_the_documentation_and_still_native():
+    rows = {row["model_type"]: row for row in json.loads(TABLE.read_text())}
+    for model_type in set(FAMILIES) - INSIDE_OTHERS - NOT_TRIED_TINY:
+        assert rows[model_type]["lane"] == "optimized-native-text"
+        assert rows[model_type]["hit_tokens"] > 0
+    for model_type in NATIVE_MEDIA:
+        assert rows[model_type]["lane"] == "optimized-native-multimodal"
+    for model_type, row in rows.items():
+        if row["lane"].startswith("optimized"):
+            assert row["is_exact"]
+            assert row["applied"]
+            assert row["kv_bytes_per_token"] == row["cache_bytes_per_token"]
+            if "only the text part" not in row["reason"]:
+                assert pick_lane(stored(CONFIG_MAPPING[model_type]()), None).id == row["lane"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,14 +1,21 @@
 """Hybrids, mixtures and image models of a small but realistic shape: both lanes, and a document that is asked twice."""
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_models import FAMILIES, PictureProcessor, pictures, save_family, text_tokens
+from field_families import FIELD, MADE_BY_TYPE, field_model
 from lane_ids import GENERIC_MULTIMODAL, GENERIC_TEXT
+from logit_recorder import LogitRecorder
+from tiny_causal import CannotBuild
+from tiny_models import prompt, reference_logits, save_tokenizer
 
 from penstock.engine.engine import Engine
+from penstock.errors import UnsupportedModel
 from penstock.foreign.processor import MediaProcessor
 from penstock.request import Output
 
@@ -80,3 +87,75 @@ def test_the_second_question_about_a_document_is_answered_alike_and_reads_little
     )
     assert warm.token_ids == cold.token_ids
     assert num_read < warm.num_prompt_tokens / 4
+
+
+# --- the table in the documentation ---------------------------------------------------------------------------
+
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "families.json"
+NUM_DOCUMENT, NUM_ASKED, CHUNK = 96, 9, 7
+
+
+def test_every_family_of_the_field_is_told_with_its_lane_and_what_its_second_request_reads(tmp_path):
+    """Tiny models with random weights, saved by their own class. Writes the file that the documentation shows."""
+    rows = []
+    for model_type in [*MADE_BY_TYPE, *(kind for kind in FIELD if kind not in MADE_BY_TYPE)]:
+        try:
+            row = told(model_type, tmp_path / model_type)
+        except CannotBuild as error:
+            row = {"model_type": model_type, "lane": "", "reason": str(error)}
+        print(row, flush=True)
+        rows.append(row)
+    TABLE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    assert not [row for row in rows if row["lane"] and not row["is_exact"]]
+
+
+def told(model_type: str, folder: Path) -> dict[str, Any]:
+    """Of a family whose images nothing reads in chunks, its text part."""
+    model = field_model(model_type)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    try:
+        return read_by(model, folder, text_only=False)
+    except UnsupportedModel:
+        return read_by(model, folder, text_only=True)
+
+
+def read_by(model: Any, folder: Path, **settings: Any) -> dict[str, Any]:
+    asked = [[*words(NUM_DOCUMENT, 1), *words(NUM_ASKED, seed)] for seed in (2, 3, 4)]
+    settings |= {"dtype": "float32", "threads": 1, "memory": "6GiB", "chunk_size": CHUNK, "context": 160}
+    with Engine.load(str(folder), **settings) as engine:
+        num_right, num_cached = 0, 0
+        for tokens in asked:
+            recorder = LogitRecorder(engine)
+            output = engine.generate(tokens, max_tokens=1, ignore_eos=True)
+            recorder.remove()
+            true_V = reference_logits(model, tokens)[-1]
+            num_right += bool((recorder.all[-1] - true_V).abs().max() <= 1e-4 * max(1.0, float(true_V.std())))
+            num_cached = output.num_cached_tokens
+        facts = engine.lane.after_reading(-(-NUM_DOCUMENT // CHUNK))
+        shape = engine.model.memory.shape
+    return {
+        "model_type": folder.name,
+        "lane": facts.id,
+        "applied": facts.applied,
+        "is_exact": num_right >= 2,  # near-tied routers flip on rounding
+        "hit_tokens": num_cached,
+        "prompt_tokens": NUM_DOCUMENT + NUM_ASKED,
+        "kv_bytes_per_token": shape.kv_bytes_per_token - shape.state_bytes_per_token,  # without rows of images
+        "cache_bytes_per_token": bytes_of_a_cache(model),
+        "reason": facts.reason.replace(str(folder), "the folder"),
+    }
+
+
+def words(num_tokens: int, seed: int) -> list[int]:
+    """Tokens that stand for no image."""
+    return [3 + token % 180 for token in prompt(num_tokens, seed=seed)]
+
+
+@torch.no_grad()
+def bytes_of_a_cache(model: Any) -> int:
+    """Counts what transformers keeps of a token: keys and values of all heads in all layers that have any."""
+    cache = model(input_ids=torch.tensor([words(8, 1)]), use_cache=True).past_key_values
+    kept = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    pairs = [part for pair in kept for part in pair if isinstance(part, torch.Tensor) and part.ndim == 4]
+    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in pairs)

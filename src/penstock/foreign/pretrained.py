@@ -7,7 +7,7 @@ import ctypes
 import logging
 import mmap
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -77,7 +77,7 @@ def _class_of(files: ModelFiles, mapping: str, why_unknown: str) -> tuple[type, 
                 config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False, local_files_only=True)
             else:
                 config = AutoConfig.for_model(**files.config)
-        known: Any = getattr(modeling_auto, mapping)[type(config)]
+        known: Any = getattr(modeling_auto, mapping).get(type(config), None) or _named_class(files.config, config)
     except KeyError:
         raise _unknown(model_type, why_unknown) from None
     except (ValueError, TypeError, OSError, AttributeError, ImportError) as error:
@@ -85,6 +85,17 @@ def _class_of(files: ModelFiles, mapping: str, why_unknown: str) -> tuple[type, 
     classes = known if isinstance(known, tuple) else (known,)
     names = files.config.get("architectures") or []
     return next((one for one in classes if one.__name__ in names), classes[0]), config
+
+
+def _named_class(said: Mapping[str, Any], config: Any) -> Any:
+    """Finds a class of causal models that the config names and that the library does not list as one."""
+    import transformers
+
+    names = [name for name in said.get("architectures") or [] if name.endswith("ForCausalLM")]
+    found = getattr(transformers, names[0], None) if names else None
+    if found is None or found.config_class is not type(config):
+        raise KeyError(said["model_type"])
+    return found
 
 
 def load_tower(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

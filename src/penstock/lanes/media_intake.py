@@ -52,7 +52,8 @@ class ImageReader:
         media = media_model(model, sight=sight)
         if media is None:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no get_image_features; its images cannot be read in chunks."
+                f"{type(model).__name__} has no get_image_features; its images cannot be read in chunks. Give "
+                "--text-only to read its text."
             )
         encoder_bytes, kept_bytes = image_shares(memory, loading.place)
         return dataclasses.replace(media, features=FeatureCache(kept_bytes)), encoder_bytes

@@ -17,6 +17,7 @@ NATIVE_MEDIA: Mapping[str, Literal["causal", "span"]] = {
     "idefics3": "causal",
     "mistral3": "causal",
     "internvl": "causal",
+    "lfm2_vl": "causal",
     "gemma3": "span",
     "gemma4": "span",
     "qwen2_5_vl": "causal",
