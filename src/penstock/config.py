@@ -39,6 +39,8 @@ AT_LEAST_ONE += ("max_waiting", "max_waiting_tokens")
 
 MB, GB, KIB, MIB, GIB = 1e6, 1e9, 2**10, 2**20, 2**30
 MAX_BYTES = 2**60
+DEFAULT_DISK_BYTES = 8 * GIB
+LEAST_DISK_BYTES = 16 * MIB  # fewer hold no prefix that is worth it
 LEAST_MB_MEANT = 100  # by a bare number for the memory; fewer are gigabytes
 HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200
 
@@ -109,6 +111,13 @@ class EngineConfig:
     max_waiting_tokens: int | None = None
     prefix_cache: bool = True
     max_checkpoints: int = 32  # of recurrent state, for prefixes that come again
+    cache_dir: str | None = None  # a folder that keeps keys and values when the process ends; None: nothing is kept
+    cache_disk: int | None = None  # most bytes that it takes; None: DEFAULT_DISK_BYTES
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bounds what the cache folder takes."""
+        return self.cache_disk or DEFAULT_DISK_BYTES
 
     @property
     def most_prompt_tokens(self) -> int:
@@ -146,6 +155,12 @@ class EngineConfig:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1, or left out.")
         if self.max_checkpoints < 0:
             raise InvalidSetting(f"max_checkpoints is {self.max_checkpoints}; it must be 0 or more.")
+        if self.cache_disk is not None and self.cache_disk < LEAST_DISK_BYTES:
+            raise InvalidSetting(
+                f"cache_disk is {self.cache_disk} bytes; it must be at least {LEAST_DISK_BYTES // MIB}MiB."
+            )
+        if self.cache_disk is not None and self.cache_dir is None:
+            raise InvalidSetting(f"cache_disk is {self.cache_disk} without a folder. Give --cache-dir too.")
         if self.latency_target_ms is not None and not 1 <= self.latency_target_ms <= 60_000:
             raise InvalidSetting(f"The latency target is {self.latency_target_ms} ms; it must be 1 to 60000.")
         for name, choices in CHOICES.items():
@@ -188,20 +203,20 @@ def _from_toml(path: Path) -> dict[str, Any]:
     return settings
 
 
-def parse_bytes(value: str | int) -> int:
+def parse_bytes(value: str | int, name: str = "Memory") -> int:
     """'6GiB', '500 MB', '1.5g' or a number of bytes."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), flags=re.IGNORECASE)
     if match is None:
-        raise InvalidSetting(f"Memory is {brief(value)}; write a size such as 6GiB, 512MiB or a number of bytes.")
+        raise InvalidSetting(f"{name} is {brief(value)}; write a size such as 6GiB, 512MiB or a number of bytes.")
     number, prefix, binary = match.groups()
     exponent = "kmgt".index(prefix.lower()) + 1 if prefix else 0
     # '6g' is what people type for 6 GiB; '6GB' is decimal.
     is_decimal = prefix and not binary and str(value).strip().lower().endswith("b")
     num_bytes = float(number) * (1000 if is_decimal else 1024) ** exponent
     if num_bytes >= MAX_BYTES:
-        raise InvalidSetting(f"Memory is {brief(value)}; it must be below {MAX_BYTES // GIB:,} GiB.")
+        raise InvalidSetting(f"{name} is {brief(value)}; it must be below {MAX_BYTES // GIB:,} GiB.")
     return int(num_bytes)
 
 
@@ -273,6 +288,7 @@ def _parse_memory(value: str | int) -> int:
 OWN_PARSERS: dict[str, Callable[[Any], Any]] = {
     "chunk_size": parse_chunk_size,
     "memory": _parse_memory,
+    "cache_disk": partial(parse_bytes, name="cache_disk"),
     "priority": parse_priority,
     "latency_target_ms": _parse_milliseconds,
 }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from penstock.errors import InvalidSetting
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
-HitReason = Literal["running", "pinned", "recent"]
+HitReason = Literal["running", "pinned", "recent", "disk"]
 Pooling = Literal["mean", "last"]
 LEAST_TEMPERATURE = 1e-4  # logits that are divided by less leave what a float holds
 MAX_TOP_K = 2**31 - 1  # the device is told it in 32 bits, in one table for all rows of a step
@@ -174,10 +174,11 @@ class Hits:
     running: int = 0  # a request that ran had them too
     pinned: int = 0  # an answer before them ended with a call, whose result was awaited
     recent: int = 0  # nobody had needed their room since
+    disk: int = 0  # they had left the memory, or were of another process, and came from the cache folder
 
     @property
     def num_tokens(self) -> int:
-        return self.running + self.pinned + self.recent
+        return self.running + self.pinned + self.recent + self.disk
 
     def plus(self, reason: HitReason, num_tokens: int) -> Hits:
         return replace(self, **{reason: getattr(self, reason) + num_tokens})
@@ -220,6 +221,10 @@ class Sequence:
     last_checkpoint: int = 0  # tokens before the last one saved, or started from
     kept_checkpoint: int = 0  # tokens before the last one that stays when another is saved
     forks: tuple[int, ...] = ()  # tokens, in whole blocks, after which a checkpoint is made and kept
+    sought: range = range(0)  # tokens that were looked for on disk, and that it waited for
+    awaited: frozenset[bytes] = frozenset()  # slabs that are read for it
+    awaited_until: float = 0.0
+    stored_state: int = 0  # tokens before the last state that went to disk
 
     @property
     def id(self) -> int:
@@ -289,9 +294,50 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """Names a run of whole blocks of one prefix. `key`: the chain's hash after its last block."""
+
+    key: bytes
+    previous: bytes  # the chain's hash before its first block; the root's where it is the first
+    first: int  # the position of its first token
+    tokens: tuple[int, ...]
+    has_state: bool = False  # the recurrent state after the last token follows the keys and values
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.tokens)
+
+    @property
+    def name_key(self) -> bytes:
+        """Tells a slab with state from one without that ends with the same token."""
+        return self.key + bytes([self.has_state])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A slab on its way between its blocks and the cache folder, while steps compute. It holds its blocks."""
+
+    kind: Literal["store", "load"]
+    slab: Slab
+    block_ids: tuple[int, ...]
+    state_slot: int | None = None  # None: the slab has no recurrent state
+    rank: float = 0.0  # what the folder keeps it by: the least leaves first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A move that has ended. A load that is not done is a miss, and what it read to is undefined."""
+
+    move: Move
+    is_done: bool
+    num_bytes: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     step: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]  # none: the step only begins moves, or waits for some
     admitted: tuple[int, ...]
     preempted: tuple[int, ...]
     waiting: int
@@ -299,6 +345,7 @@ class StepPlan:
     predicted_s: float
     predicted_bytes: int
     reason: str
+    moves: tuple[Move, ...] = ()  # that begin with it
 
     @property
     def num_tokens(self) -> int:
@@ -312,6 +359,7 @@ class StepResult:
     finished: dict[int, FinishReason]  # sequences that end with this step's token
     elapsed_s: float
     peak_bytes: int
+    moved: tuple[Moved, ...] = ()  # moves of this step, or of earlier ones, that have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

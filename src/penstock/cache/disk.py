@@ -128,6 +128,11 @@ class DiskTier:
             return False
         return True
 
+    def keep(self, name: str, data: bytes) -> None:
+        """Keeps a small file beside the slabs, where there is room for it."""
+        with suppress(OSError):
+            self.folder.write(self.path / name, data, self.budget_bytes)
+
     def _file(self, slab: Slab) -> Path:
         return self.path / f"{self.name(slab)}{SUFFIX}"
 

@@ -117,6 +117,21 @@ class CacheFolder:
         room.set_total(total)
         return total + num_bytes <= budget
 
+    def write(self, path: Path, data: bytes, budget: int) -> bool:
+        """Writes a small file whole and for good, within the budget; False where there is no room."""
+        with self.locked() as room:
+            if not self.make_room(room, needed := taken_bytes(len(data)), budget, ()):
+                return False
+            room.set_total((room.total or 0) + needed)
+            temporary = path.with_suffix(TEMPORARY)
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(file, "wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(file)
+            os.replace(temporary, path)
+            return True
+
     def clear(self, namespace: Path | None = None) -> int:
         """Removes the slabs of one namespace, or all; returns the bytes that were given back."""
         with self.locked() as room:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from zlib import crc32
 
+from penstock.request import Slab
+
 MAGIC = b"PENSTKV\0"
 FORMAT_VERSION = 1
 RAW = b"raw\0\0\0\0\0"  # the codec: values as they lie in memory
@@ -26,26 +28,6 @@ Pieces = Sequence[memoryview]  # one section of a slab, as it lies in memory
 
 class DamagedSlab(Exception):
     """What was read is not what was written, or not what was asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slab:
-    """Names a run of whole blocks of one prefix. `key`: the chain's hash after its last block."""
-
-    key: bytes
-    previous: bytes  # the chain's hash before its first block; the root's where it is the first
-    first: int  # the position of its first token
-    tokens: tuple[int, ...]
-    has_state: bool = False  # the recurrent state after the last token follows the keys and values
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.tokens)
-
-    @property
-    def name_key(self) -> bytes:
-        """Tells a slab with state from one without that ends with the same token."""
-        return self.key + bytes([self.has_state])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

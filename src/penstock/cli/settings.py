@@ -29,6 +29,8 @@ ENGINE = {
     "dtype": "auto, float32 or bfloat16.",
     "quantize": "Weights in few bits: auto, keep (as the GGUF has them), int8, int4 or none.",
     "threads": "Processor threads; the physical cores unless given.",
+    "cache_dir": "A folder that keeps keys and values for later processes; nothing is kept unless given.",
+    "cache_disk": "Most bytes of that folder, such as 20GiB; 8GiB unless given.",
 }
 SHARING = {
     "priority": "How prompts and streams share steps: interleaved, prefill-first, ...",
@@ -70,7 +72,7 @@ SAMPLING = {
     "logprobs": "Log-probabilities with this many alternatives, in --json.",
 }
 HELP = ENGINE | SHARING | SERVER | SAMPLING
-WRITTEN = {"chunk_size": str, "memory": str, "priority": str, "stop": list[str]}  # on a command line
+WRITTEN = {"chunk_size": str, "memory": str, "cache_disk": str, "priority": str, "stop": list[str]}  # on a command line
 TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams) | get_type_hints(ServerSettings) | WRITTEN
 DEFAULTS = {field.name: field.default for kind in (SamplingParams, ServerSettings) for field in fields(kind)}
 DEFAULTS |= dict.fromkeys([*PARSERS, "stop"])

@@ -16,6 +16,7 @@ from penstock.cache.states import StatePool
 from penstock.config import CPU_STEP_SIZES, DEFAULT_MODEL, GPU_STEP_SIZES, PrefillPriority, load_config
 from penstock.engine.active import Active, ChosenToken
 from penstock.engine.calibration import calibrate
+from penstock.engine.disk_cache import DiskCache, open_disk, why_no_disk
 from penstock.engine.feed import TokenFeed
 from penstock.engine.feeding import Feeding
 from penstock.engine.grammar import Grammars
@@ -53,6 +54,9 @@ from penstock.schedule.budget import TokenBudget
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
+
+MOVE_WAIT_S = 0.05  # of a step that waits for moves alone, so that whoever comes meanwhile is seen
+LONGEST_FLUSH_S = 10.0  # for what is not on the disk yet when an engine is closed
 
 
 class Engine:
@@ -104,7 +108,7 @@ class Engine:
         runs_ahead = model.device.type == "cuda" and not lane.reads_more_than_tokens
         self.most_in_flight = 2 if runs_ahead else 1
         # Steps that run, or wait on the device for the one before them, and when each was started.
-        self._flights: deque[tuple[StepPlan, StepLogits, float]] = deque()
+        self._flights: deque[tuple[StepPlan, StepLogits | None, float]] = deque()
         self._growth = model.spec.attention_growth if isinstance(model.spec, DecoderSpec) else ()
         self._active: dict[int, Active] = {}
         self._feeding = Feeding(model.lane, self.scheduler, self._intake, self._active, self.fail)
@@ -119,8 +123,24 @@ class Engine:
         if config.latency_target_ms is not None:
             self.scheduler.budget.cost = calibrate(self)
             self._next_id = 0  # numbers are for what somebody asked
+        self.disk = self._disk_cache()
         if trace is not None:
             self.record()
+
+    def _disk_cache(self) -> DiskCache | None:
+        """The cache folder, open; None where none was asked for, or nothing of this model can be kept."""
+        if self.config.cache_dir is None:
+            return None
+        if why := why_no_disk(self.model):
+            if self.config.strict:
+                raise InvalidSetting(f"--strict: nothing can be kept in the cache folder: {why}. Leave it out.")
+            self.adjustments.append(f"nothing is kept in the cache folder: {why}")
+            return None
+        disk = open_disk(self.model, self.adjustments.append)
+        # Names of files and their times are part of the identity, and mean nothing in another folder.
+        self.scheduler.holdings.model_identity = disk.disk.namespace.hex()
+        self.scheduler.use_disk(disk.tiers, disk.cost, disk.num_observed)
+        return disk
 
     @classmethod
     def load(cls, model: str = DEFAULT_MODEL, *, trace: str | Path | None = None, **settings: Any) -> Engine:
@@ -156,6 +176,7 @@ class Engine:
             self.abort(request_id)
         while self._flights:
             self._land()
+        self._close_disk()
         self._is_closed = True
         self.scheduler.check()
         try:
@@ -164,6 +185,18 @@ class Engine:
         finally:
             del self.model, self._runner, self._intake, self._feeding, self.prompts
             return_freed_memory()
+
+    def _close_disk(self) -> None:
+        """Stores what was still to be stored, as far as the disk takes it in a few seconds."""
+        disk, moves = self.disk, self.scheduler.moves
+        if disk is None or moves is None:
+            return
+        until = time.perf_counter() + LONGEST_FLUSH_S
+        while (moves.are_ordered or moves.are_under_way) and time.perf_counter() < until and self._launch():
+            self._land(wait_s=MOVE_WAIT_S)
+        disk.close(moves.num_observed, moves.cost)
+        moves.land(disk.mover.landed())
+        moves.give_up()
 
     def __enter__(self) -> Engine:
         return self
@@ -309,6 +342,8 @@ class Engine:
             forks=forks,
         )
         request, feed = arrival.request, arrival.feed
+        if self.disk is not None:
+            self.disk.look()
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self.scheduler.submit(request)
         self._next_id += 1
@@ -350,7 +385,7 @@ class Engine:
         while len(self._flights) < self.most_in_flight and self._launch():
             pass
         if self._flights:
-            self._land()
+            self._land(wait_s=MOVE_WAIT_S)
         else:
             is_stuck = any(not sequence.is_paused for sequence in self.scheduler.sequences.values())
             is_encoding = any(active.prompt.is_encoding for active in self._active.values())
@@ -365,6 +400,11 @@ class Engine:
         budget, most, num_adjustments = self.scheduler.budget, self.scheduler.budget.most, len(self.adjustments)
         while (plan := self._next_plan()) is not None:
             started_at = time.perf_counter()
+            if self.disk is not None:  # before anything may fail: what begins here always ends
+                self.disk.mover.begin(plan.moves)
+            if not plan.chunks:
+                self._flights.append((plan, None, started_at))
+                return True
             try:
                 logits = self._begin(plan)
             except BaseException as error:
@@ -437,18 +477,19 @@ class Engine:
             self.fail(chunk.sequence_id, MemoryTooSmall(f"{message} Raise --memory, or ask again when less runs."))
         return bool(prompts)
 
-    def _land(self) -> None:
-        """Waits for the first step in flight, and takes what it gave."""
+    def _land(self, wait_s: float = 0.0) -> None:
+        """Waits for the first step in flight, and takes what it gave. `wait_s`: for moves, where it has no chunks."""
         plan, logits, started_at = self._flights.popleft()
+        moved = self.disk.mover.landed(0.0 if plan.chunks else wait_s) if self.disk is not None else ()
         try:
-            chosen = self._choose_tokens(plan, logits)
+            chosen = {} if logits is None else self._choose_tokens(plan, logits)
         except BaseException:
             self._flights.clear()
             self._fail_step(plan)
             raise
         # What is launched early waits for the step before it; the host may learn late that a step is done.
         landed_at = time.perf_counter()
-        if (elapsed_s := logits.device_seconds()) is not None:
+        if logits is not None and (elapsed_s := logits.device_seconds()) is not None:
             started_at = landed_at - elapsed_s
         result = StepResult(
             step=plan.step,
@@ -456,9 +497,12 @@ class Engine:
             finished={request_id: choice.finish for request_id, choice in chosen.items() if choice.finish},
             elapsed_s=landed_at - started_at,
             peak_bytes=self.held.peak_bytes,
+            moved=moved,
         )
         self.scheduler.apply(result)
         self._record(plan, result, started_at)
+        if not (plan.chunks or plan.moves or moved):
+            return  # it waited, and there is nothing to tell yet
         if self.recorder is not None:
             pool = self.scheduler.pool
             kv_share = pool.num_held / pool.num_blocks
@@ -472,7 +516,14 @@ class Engine:
         if self.on_step is not None:
             self.on_step(plan, result)
         if not self.scheduler.has_work:
+            self._begin_last_stores()
             self.scheduler.check_idle()
+
+    def _begin_last_stores(self) -> None:
+        """Begins what the last step of the last request ordered: no other step may come for long."""
+        moves = self.scheduler.moves
+        if moves is not None and moves.are_ordered and self._launch():
+            self._land()
 
     @property
     def has_work(self) -> bool:

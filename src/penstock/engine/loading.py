@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from penstock.attention.cpu import CpuAttention
+from penstock.cache.storage import KvStorage, StateStorage
 from penstock.config import FIRST_CALL_BYTES_ESTIMATE, EngineConfig
 from penstock.engine.prompts import chat_template, load_tokenizer
 from penstock.kernels import build
@@ -16,6 +18,7 @@ from penstock.lanes.lane import Lane
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
+from penstock.models.content import WeightContent
 from penstock.models.files import ModelFiles, reading_config, resolve
 from penstock.models.weights import WeightSource
 from penstock.plan.devices import DeviceMemory, device_warnings
@@ -49,9 +52,14 @@ class LoadedModel:
     num_blocks: int
     max_context: int
     dtype: str
+    quantize: str
     device: torch.device
     adjustments: tuple[str, ...]
     attention: str  # what computes it
+    files: ModelFiles
+    storage: KvStorage | None  # None: there are no pages that the host attends to
+    state_storage: StateStorage | None  # None: the model has no recurrent state
+    content: str | None = None  # what the weights hold, as a hash; None: it was not asked for, or cannot be said
 
 
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
@@ -78,7 +86,9 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
         max_context, warnings = place.context_limit(memory.shape.max_context)
         place.room(memory)
     loading = Loading(place=place, memory=memory, max_context=max_context, checks_so_far=checks, weights=weights)
-    return _put_together(loader.load(loading), loading, parts, tokenizer, warnings)
+    content = None if weights is not None or place.config.cache_dir is None else WeightContent.of(files)
+    model = _put_together(loader.load(loading), loading, parts, tokenizer, warnings)
+    return replace(model, content=content.digest if content is not None and content.still_holds else None)
 
 
 def _measured(place: Place) -> Place:
@@ -115,9 +125,13 @@ def _put_together(
         num_blocks=-(-loaded.num_tokens // place.config.block_size),
         max_context=loaded.max_context or loading.max_context,
         dtype=place.dtype,
+        quantize=place.quantize,
         device=loading.device,
         adjustments=adjustments,
         attention="transformers" if attention is None else attention.name,
+        files=place.files,
+        storage=attention.storage if isinstance(attention, CpuAttention) else None,
+        state_storage=loaded.states,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.attention.backend import AttentionBackend
+from penstock.cache.storage import StateStorage
 from penstock.errors import UnsupportedModel
 from penstock.lanes.checks import Checks
 from penstock.lanes.lane import Lane, LaneFacts
@@ -64,6 +65,7 @@ class LoadedLane:
     max_context: int | None = None  # positions of a sequence; None: the context
     adjustments: Sequence[str] = ()
     attention: AttentionBackend | None = None  # None: the model's own
+    states: StateStorage | None = None  # None: the model has no recurrent state, or keeps it itself
     chat_template: str | None = None  # in place of the tokenizer's; None: that one
     eos_ids: frozenset[int] = frozenset()  # besides the tokenizer's
 

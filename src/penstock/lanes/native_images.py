@@ -161,5 +161,6 @@ class NativeImagesLoader:
             memory=loading.memory,
             num_tokens=num_tokens,
             attention=text.attention,
+            states=text.states,
             chat_template=self.reader.chat_template,
         )

@@ -114,6 +114,7 @@ class NativeTextLoader:
             num_tokens=num_tokens,
             adjustments=_slow_quantization(loading.place.quantize, loading.place.dtype),
             attention=lane.attention,
+            states=lane.states,
         )
 
 

@@ -11,6 +11,7 @@ from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
 from penstock.cache.states import StatePool
 from penstock.config import CHECKPOINT_TOKENS
 from penstock.request import Chunk, Request, Sequence, StateUse
+from penstock.schedule.moves import Moves
 
 # Tokens of an answer for which a run of blocks has room from the start.
 ORDINARY_ANSWER = 1024
@@ -25,14 +26,28 @@ class Holdings:
     prefix: PrefixCache | None
     states: StatePool | None  # None: the model has no recurrent state
     model_identity: str
+    moves: Moves | None = None  # None: nothing goes to disk
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Every block and slot is owned exactly as often as it is counted."""
-        sequences = list(sequences)
-        self.pool.check(block for sequence in sequences for block in sequence.block_ids)
+        sequences, moves = list(sequences), self.moves
+        held_by_moves = [] if moves is None else list(moves.held_blocks())
+        self.pool.check([*held_by_moves, *(block for sequence in sequences for block in sequence.block_ids)])
         if self.states is not None:
             held = [s.state_slot for s in sequences if s.state_slot is not None]
-            self.states.check(held, [s.state_source for s in sequences if s.state_source is not None])
+            pinned = [s.state_source for s in sequences if s.state_source is not None]
+            self.states.check(held, [*pinned, *(() if moves is None else moves.pinned_states())])
+        if moves is not None:
+            moves.check()
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether what it needs is on its way from the disk."""
+        return self.moves is not None and self.moves.awaits(sequence)
+
+    @property
+    def are_moving(self) -> bool:
+        """Whether moves hold blocks, which come back when they end."""
+        return self.moves is not None and self.moves.are_under_way
 
     def admit(self, sequence: Sequence) -> None:
         if self.states is not None:
@@ -63,7 +78,8 @@ class Holdings:
         self._give_blocks_back(sequence)
         sequence.num_computed = sequence.num_scheduled = sequence.num_cached = sequence.num_remembered = 0
         sequence.state_is_current = False
-        sequence.last_checkpoint = sequence.kept_checkpoint = 0
+        sequence.last_checkpoint = sequence.kept_checkpoint = sequence.stored_state = 0
+        sequence.sought, sequence.awaited = range(0), frozenset()
 
     def release(self, sequence: Sequence) -> None:
         """Everything goes back to the pools; what was computed stays in the caches."""
@@ -96,6 +112,8 @@ class Holdings:
                 if sequence.num_computed != len(sequence.block_ids) * self.block_size:
                     return
                 self._take(sequence, block)
+            if self.moves is not None and not self.moves.awaits(sequence):
+                self.moves.seek(sequence, self._room(sequence))
         elif sequence.num_computed == 0 and not sequence.block_ids:
             self._start_at_checkpoint(sequence, self.states)
 
@@ -105,7 +123,12 @@ class Holdings:
         is_on_border = sequence.num_scheduled == first * self.block_size
         if not is_on_border or not self._may_share(sequence) or (first and self.states is not None):
             return 0
-        return sum(self.block_size for _ in self._known_blocks(sequence, first))
+        num_tokens = sum(self.block_size for _ in self._known_blocks(sequence, first))
+        if self.moves is not None:
+            first += num_tokens // self.block_size
+            on_disk = max((slab.end for slab in self.moves.findable(sequence, first)), default=0)
+            num_tokens = max(num_tokens, on_disk - sequence.num_scheduled)
+        return num_tokens
 
     def next_block(self, sequence: Sequence) -> bytes | None:
         """The hash of the whole block that the sequence computes next; None where it would not be shared."""
@@ -130,6 +153,8 @@ class Holdings:
             return
         for index in range(max(sequence.num_remembered, sequence.num_cached // self.block_size), num_whole):
             self.prefix.put(self._block_hash(sequence, index), sequence.block_ids[index])
+        if self.moves is not None:
+            self.moves.order_stores(sequence, sequence.num_remembered, num_whole)
         sequence.num_remembered = num_whole
 
     def pin(self, tokens: Tokens[int], *, rotary: str, scope: str, until: float, most: int) -> int:
@@ -160,7 +185,9 @@ class Holdings:
     def _take(self, sequence: Sequence, block_hash: bytes) -> None:
         assert self.prefix is not None
         if sequence.num_computed >= sequence.num_seen:
-            sequence.hits = sequence.hits.plus(self.prefix.why_kept(block_hash), self.block_size)
+            is_loaded = sequence.num_computed in sequence.sought
+            reason = "disk" if is_loaded else self.prefix.why_kept(block_hash)
+            sequence.hits = sequence.hits.plus(reason, self.block_size)
         block = self.prefix.take(block_hash)
         assert block is not None
         sequence.block_ids.append(block)
@@ -180,6 +207,10 @@ class Holdings:
             media = [one.key for one in sequence.media_keys if one.start < end and start < one.end]
             hashes.append(chain_hash(previous, sequence.tokens[start:end], media))
         return hashes[index]
+
+    def hash_before(self, sequence: Sequence, index: int) -> bytes:
+        """The chained hash of all blocks before block `index`."""
+        return self._block_hash(sequence, index - 1) if index else self._root(sequence.request)
 
     def _root(self, request: Request) -> bytes:
         return root_hash(self.model_identity, request.rotary, request.scope)
@@ -208,6 +239,8 @@ class Holdings:
             return
         prefix = self._block_hash(sequence, chunk.end // self.block_size - 1)
         self.states.keep(prefix, chunk.state.save_to)
+        if self.moves is not None:
+            self.moves.order_state(sequence, chunk.end)
         self._thin_out(sequence, self.states, chunk.end)
         sequence.last_checkpoint = chunk.end
 
@@ -236,6 +269,10 @@ class Holdings:
             blocks.append(block_hash)
             if block_hash in states:
                 num_usable = len(blocks)
+        if self.moves is not None and not self.moves.awaits(sequence):
+            self.moves.seek_state(sequence, num_usable, self._room(sequence))
+        if self.awaits(sequence):
+            return
         for block_hash in blocks[:num_usable]:
             self._take(sequence, block_hash)
         if len(blocks) > num_usable:

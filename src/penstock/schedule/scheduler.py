@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache
 from penstock.cache.states import StatePool
+from penstock.cache.tiers import Tiers
 from penstock.config import PrefillPriority
 from penstock.errors import PenstockError, PromptTooLong, counted
 from penstock.plan.chunks import Stops, chunk_end, uncut_end
 from penstock.plan.prompt_plan import ANSWER_TOKENS
 from penstock.request import Chunk, FinishReason, MediaKey, Request, Sequence, Span, Status, StepPlan, StepResult
-from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, TokenBudget
+from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepCost, StepLoad, TokenBudget
 from penstock.schedule.draft import Draft, Flight
 from penstock.schedule.holdings import Holdings
+from penstock.schedule.moves import FIRST_OBSERVATIONS, Moves
 from penstock.schedule.queue_limit import QueueLimit
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
@@ -109,6 +111,28 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.sequences)
+
+    def use_disk(self, tiers: Tiers, cost: StepCost, num_observed: int) -> None:
+        """Stores from now on what is computed, and loads what lies there. `cost`: of as many steps as were seen."""
+        assert self.prefix is not None, "only shared prefixes outlive their requests"
+        self.holdings.moves = Moves(
+            tiers=tiers,
+            pool=self.pool,
+            prefix=self.prefix,
+            states=self.holdings.states,
+            hash_before=self.holdings.hash_before,
+            cost=self.budget.cost or cost,
+            num_observed=num_observed if self.budget.cost is None else FIRST_OBSERVATIONS,
+        )
+
+    @property
+    def moves(self) -> Moves | None:
+        return self.holdings.moves
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a request goes on only when something has come from the disk."""
+        return any(self.holdings.awaits(sequence) for sequence in self.running.values())
 
     @property
     def _boundary(self) -> int:
@@ -205,7 +229,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Checks what is held when nobody is there, as far as it takes no time: somebody waits for the last token."""
-        if not self.sequences:
+        if not self.sequences and not self.holdings.are_moving:
             assert not self.pool.num_held, "blocks are held by nobody"
             assert self.holdings.states is None or self.holdings.states.is_idle, "a state is held by nobody"
 
@@ -236,6 +260,8 @@ class Scheduler:
         assert len(self._flights) < MAX_IN_FLIGHT, "the steps in flight were neither applied nor failed"
         if self._flights and not self._may_plan_ahead():
             return None
+        if self.holdings.moves is not None:  # before chunks are cut: none is computed again in what is being stored
+            self.holdings.moves.plan_stores(is_idle=not self.sequences)
         streams, reading = self._split_running()
         before = self._flights[0].claimed if self._flights else frozenset()
         draft = Draft(num_streams=len(streams), claimed_before=before)
@@ -248,12 +274,33 @@ class Scheduler:
             raise
         if not draft.chunk_by_sequence:
             self._give_up(draft)
-            return None
+            return self._moves_alone()
         self._steps_without_decode = self._steps_without_decode + 1 if decodes and not draft.load.num_decodes else 0
         is_behind = prompts and not draft.load.num_prompt_tokens
         self._steps_without_prefill = self._steps_without_prefill + 1 if is_behind else 0
         self._num_steps += 1
         return self._commit_to(draft)
+
+    def _moves_alone(self) -> StepPlan | None:
+        """A step that only begins moves, or waits for some; None where there are none."""
+        moves = self.holdings.moves
+        if moves is None or self._flights or not (moves.are_under_way or moves.are_ordered):
+            return None
+        plan = StepPlan(
+            step=self._num_steps + 1,
+            chunks=(),
+            admitted=(),
+            preempted=(),
+            waiting=len(self.waiting),
+            token_budget=self.budget.ceiling,
+            predicted_s=0.0,
+            predicted_bytes=self.peak_estimate(0, 0, self.resident_tokens),
+            reason="moves alone",
+            moves=moves.take_planned(),
+        )
+        self._num_steps += 1
+        self._flights.append(Flight(plan=plan, load=StepLoad(), claimed=frozenset()))
+        return plan
 
     def _fill(self, draft: Draft, decodes: list[Sequence], prompts: list[Sequence]) -> None:
         policy = self.policy
@@ -266,7 +313,7 @@ class Scheduler:
             self._schedule_decodes(decodes, draft)  # every prompt waits for something else
         if prompts and draft.preempted and not draft.chunk_by_sequence:
             self._schedule_prompts(prompts, False, draft)  # every decode lost its place
-        if prompts and not draft.chunk_by_sequence and not self._flights:
+        if prompts and not draft.chunk_by_sequence and not self._flights and not self.holdings.are_moving:
             self._schedule_oldest(prompts, draft)
 
     def _give_up(self, draft: Draft) -> None:
@@ -279,8 +326,13 @@ class Scheduler:
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
         flight = self._land(result.step)
-        self.budget.observe(flight.load, result.elapsed_s)
-        self._queue_limit.observe(flight.load.num_prompt_tokens, result.elapsed_s)
+        if flight.plan.chunks:
+            self.budget.observe(flight.load, result.elapsed_s)
+            self._queue_limit.observe(flight.load.num_prompt_tokens, result.elapsed_s)
+        if (moves := self.holdings.moves) is not None:
+            moves.land(result.moved)
+            if flight.plan.chunks and moves.cost is not self.budget.cost:
+                moves.observe(flight.load, result.elapsed_s)
         for chunk in flight.plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.num_steps -= 1
@@ -363,6 +415,7 @@ class Scheduler:
                 load.num_tokens, max([self._num_slots(chunk) for chunk in chunks]), self.resident_tokens
             ),
             reason=f"{self.limits.priority.value}: {load.num_decodes} decodes, {load.num_prompt_tokens} of prompts",
+            moves=() if self.holdings.moves is None else self.holdings.moves.take_planned(),
         )
         self._flights.append(Flight(plan=plan, load=load, claimed=frozenset(draft.claimed)))
         return plan
@@ -427,6 +480,8 @@ class Scheduler:
                 if not self._admit(sequence, draft):
                     continue
             self.holdings.take_hits(sequence)
+            if self.holdings.awaits(sequence):
+                continue
             if (draft.claimed or draft.claimed_before) and draft.is_claimed(self.holdings.next_block(sequence)):
                 continue  # a chunk of this step, or of the one in flight, computes it: it will be a hit
             num_tokens = self._prompt_budget(sequence, has_decodes, draft)
@@ -461,6 +516,8 @@ class Scheduler:
             atomic = (Span(start=0, end=sequence.num_known),)
         is_open = not sequence.prompt_is_complete
         forks = sequence.forks if self._boundary > 1 else ()
+        if self._boundary > 1 and self.holdings.moves is not None:
+            forks = tuple(sorted({*forks, *self.holdings.moves.last_fork(sequence)}))
         return Stops(end=sequence.num_known, is_open=is_open, boundary=self._boundary, forks=forks, atomic=atomic)
 
     def _schedule_oldest(self, prompts: list[Sequence], draft: Draft) -> None:
@@ -472,6 +529,8 @@ class Scheduler:
                 if self._preempt_last(draft) is None:
                     return
         self.holdings.take_hits(oldest)
+        if self.holdings.awaits(oldest):
+            return
         stops = replace(self._stops(oldest), boundary=1)
         end = chunk_end(oldest.num_computed, self.limits.block_size, stops).position
         self._schedule(oldest, oldest.num_computed, end, draft)
@@ -566,8 +625,8 @@ class Scheduler:
 
     def _preempt_last(self, draft: Draft) -> Sequence | None:
         """Preempts whose turn is last, but nobody while a step is in flight: what it writes to is not given away."""
-        if not self.running or self._flights:
-            return None
+        if not self.running or self._flights or self.holdings.are_moving:
+            return None  # blocks that moves hold come back
         victim = max(self.running.values(), key=lambda s: (s.is_paused, s.request.priority, s.id))
         self._preempt(victim, draft)
         return victim
@@ -590,6 +649,8 @@ class Scheduler:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
+        if self.holdings.moves is not None:
+            self.holdings.moves.order_last_state(sequence)
         self.holdings.release(sequence)
         sequence.status = Status.FINISHED
         (self.running if sequence.id in self.running else self.waiting).pop(sequence.id)

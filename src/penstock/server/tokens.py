@@ -122,7 +122,7 @@ async def reset_prefix_cache(request: Request) -> Reset:
 
 def _num_cached(engine: Engine, tokens: list[int], scope: str) -> int:
     prefix = engine.scheduler.prefix
-    root = root_hash(engine.model.identity, engine.model.spec.rotary_variant(len(tokens)), scope)
+    root = root_hash(engine.scheduler.holdings.model_identity, engine.model.spec.rotary_variant(len(tokens)), scope)
     block_size = engine.config.block_size
     return 0 if prefix is None else len(prefix.known(tokens, root, block_size)) * block_size
 
