@@ -168,9 +168,9 @@ def test_what_has_no_part_in_the_folder_says_so(load, tiny, tmp_path):
     with pytest.raises(InvalidSetting, match="Give --cache-dir"):
         load(cache_disk="1GiB")
     engine = load(**folder)
-    nameless = dataclasses.replace(engine.model, content=None)
-    told = Engine(nameless).adjustments
-    assert any("come from no files" in one for one in told)
+    nameless = Engine(dataclasses.replace(engine.model, content=None))
+    assert nameless.disk is None
+    assert any("come from no files" in told for told in nameless.adjustments)
 
 
 def test_steps_tell_of_their_moves(load, tmp_path):

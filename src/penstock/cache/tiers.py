@@ -13,7 +13,7 @@ LONGEST_BONUS_S = 30 * 86_400.0
 BONUS_S = 3_600.0
 DEPTH_S = 1e-5  # by which each slab of a prefix counts as used before the one ahead of it
 FIRST_BYTES_PER_S = 0.5e9  # of a disk that nothing was read from yet
-LOAD_S = 2e-3  # what a load takes besides its bytes
+LOAD_S = 5e-4  # what a load takes besides its bytes
 SPEED_BELIEVED = 0.2
 LONG_ENOUGH_BYTES = 4096
 

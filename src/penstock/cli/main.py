@@ -10,6 +10,7 @@ import typer
 from penstock import __version__
 from penstock.cli.batch import batch
 from penstock.cli.bench import bench
+from penstock.cli.cache import cache
 from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.hints import HintedCommand
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(models, name="models")
+app.add_typer(cache, name="cache")
 for command in (run, chat, serve, batch, plan, doctor, trace):
     app.command(cls=HintedCommand)(command)
 

@@ -76,6 +76,8 @@ def _show(console: Console, plan: ModelPlan) -> None:
     table.add_section()
     table.add_row("peak", f"{prompt.peak_bytes / MB:,.1f}", style="bold")
     table.add_row("budget", f"{prompt.budget_bytes / MB:,.1f}")
+    if plan.disk_bytes:
+        table.add_row("in the cache folder", f"{plan.disk_bytes / MB:,.1f}")
     console.print(table)
     show_chart(console, plan)
     console.print(f"lane {plan.lane.id}: {plan.lane.reason}")

@@ -17,8 +17,9 @@ from penstock.plan.memory import over_budget
 from penstock.request import Finished, Output, PrefillProgress, Token
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
+    from penstock.engine.engine import DiskUse, Engine
 
+LEAST_SAVED_S = 0.05  # that is worth a word
 FIRST_CHUNK = ("the first chunk",)  # of which nothing is known before it ends
 
 
@@ -94,7 +95,9 @@ def tell_adjusted(console: Console, adjustments: Iterable[str]) -> None:
         console.print(f"adjusted: {adjustment}", style="yellow", markup=False, soft_wrap=True)
 
 
-def summarize(console: Console, output: Output, *, memory: int | None, max_tokens: int) -> None:
+def summarize(
+    console: Console, output: Output, *, memory: int | None, max_tokens: int, disk: DiskUse | None = None
+) -> None:
     """Prints what was done, by how much the budget was exceeded (None: none was given), and what cut the answer."""
     if over := over_budget(output.peak_bytes, memory):
         console.print(f"over budget: {over}. Raise it, or lower --chunk-size.", style="yellow", soft_wrap=True)
@@ -103,6 +106,9 @@ def summarize(console: Console, output: Output, *, memory: int | None, max_token
         console.print(f"Stopped: {where}.", style="yellow")
         return
     cached = f" ({output.num_cached_tokens:,} of them cached)" if output.num_cached_tokens else ""
+    if output.hits.disk and disk is not None:
+        saved = f", {disk.saved_s:.1f} s saved" if disk.saved_s >= LEAST_SAVED_S else ""
+        cached = f" ({output.num_cached_tokens:,} of them cached, {output.hits.disk:,} from disk{saved})"
     chunks = "1 chunk" if len(output.chunks) == 1 else f"{len(output.chunks)} chunks"
     # The first token is the reading's: one alone has no speed.
     rate = f", {output.decode_tokens_per_s:,.1f} tok/s" if len(output.token_ids) > 1 else ""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.lanes.lane import LaneFacts
     from penstock.plan.prompt_plan import PromptPlan
     from penstock.request import Output
+    from penstock.schedule.moves import DiskUse
 
 
 class RunPlan(Document):
@@ -39,12 +40,21 @@ class Logprob(Document):
     alternatives: list[tuple[int, float]]  # pairs of token and log-probability
 
 
+class DiskReport(Document):
+    loaded_tokens: int  # of keys and values that came from the folder
+    loaded_bytes: int  # that they took
+    stored_tokens: int  # of those that were in the folder when the answer ended; others follow until the process ends
+    stored_bytes: int  # that they took
+    num_misses: int  # slabs that were gone or damaged
+    saved_s: float  # what reading the loaded tokens is predicted to take, less the loads
+
+
 class RunReport(Document):
     model: str  # as it was named
     lane: TraceLane  # the facts of the lane
     plan: RunPlan  # what was expected
     prompt_tokens: int  # after an interruption: those that were taken from the input
-    cached_tokens: int  # of the prompt, from the prefix cache; a new process has none
+    cached_tokens: int  # of the prompt, from the prefix cache; a new process has those of the cache folder alone
     chunks: list[ReportedChunk]  # every chunk that was computed for the prompt
     token_ids: list[int]  # the answer, with the end token if there was one
     text: str  # the answer
@@ -54,10 +64,18 @@ class RunReport(Document):
     decode_tokens_per_s: float  # tokens after the first one, by the time that they took
     peak_bytes: PeakBytes  # measured and predicted
     logprobs: list[Logprob] | None = None  # only where --logprobs was given
+    disk: DiskReport | None = None  # only with a cache folder
 
     @classmethod
     def of(
-        cls, model: str, facts: LaneFacts, plan: PromptPlan, output: Output, *, memory: int | None = None
+        cls,
+        model: str,
+        facts: LaneFacts,
+        plan: PromptPlan,
+        output: Output,
+        *,
+        memory: int | None = None,
+        disk: DiskUse | None = None,
     ) -> RunReport:
         """Makes the report of a run; `memory`: the budget that was given, if any."""
         over = over_budget(output.peak_bytes, memory)
@@ -75,10 +93,12 @@ class RunReport(Document):
             decode_tokens_per_s=round(output.decode_tokens_per_s, 2),
             peak_bytes=PeakBytes(measured=output.peak_bytes, predicted=output.predicted_peak_bytes),
             logprobs=None if output.logprobs is None else [Logprob.from_fields_of(each) for each in output.logprobs],
+            disk=None if disk is None else DiskReport.from_fields_of(disk, saved_s=round(disk.saved_s, 3)),
         )
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=2, exclude={"logprobs"} if self.logprobs is None else None)
+        unasked = {name for name in ("logprobs", "disk") if getattr(self, name) is None}
+        return self.model_dump_json(indent=2, exclude=unasked)
 
 
 class PlanReport(Document):
@@ -94,6 +114,7 @@ class PlanReport(Document):
     activation_bytes: int  # of the largest chunk, at the end of the prompt; with what images need
     logits_bytes: int  # of one token
     peak_bytes: int  # the highest over the chunks
+    disk_bytes: int  # of the prompt in the cache folder; 0: there is none, or nothing of this model is kept
     fits: bool  # both the budget and the context
     adjustments: list[str]  # every value that had to be changed
     adapter: str | None = None  # its name; only where --adapter was given
@@ -105,6 +126,7 @@ class PlanReport(Document):
             prompt,
             model=plan.model,
             adapter=plan.adapter,
+            disk_bytes=plan.disk_bytes,
             lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
         )

@@ -53,10 +53,10 @@ def run(
         output = follow(engine, request, console, shows_text=not json)
         plan = request.plan
         if json:
-            print(RunReport.of(model, engine.lane, plan, output, memory=config.memory).to_json())
+            print(RunReport.of(model, engine.lane, plan, output, memory=config.memory, disk=engine.disk_use).to_json())
         else:
             tell_adjusted(console, [adjustment for adjustment in plan.adjustments if adjustment not in before])
-            summarize(console, output, memory=config.memory, max_tokens=sampling["max_tokens"])
+            summarize(console, output, memory=config.memory, max_tokens=sampling["max_tokens"], disk=engine.disk_use)
     raise typer.Exit(EXIT_INTERRUPTED if output.finish_reason == "abort" else EXIT_OK)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from penstock.config import GB, EngineConfig, written_budget
 from penstock.doctor.diagnosis import Diagnosis, Severity, good, note, refused
 from penstock.doctor.examination import CpuKernels, Examination, examine
+from penstock.engine.kept_folder import folder_of, listed
 from penstock.engine.planning import plan_model
 from penstock.engine.prompts import chat_template, load_tokenizer
 from penstock.errors import PenstockError
@@ -59,6 +61,8 @@ def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> 
         look("adapter", lambda: _adapter(resolve(model), config.adapter or "", found.examination))
     if is_local:
         look("tokenizer", lambda: _tokenizer(config_files))
+    if config.cache_dir is not None:
+        look("cache folder", lambda: [_folder(config)])
     if found.examination is not None:
         look("budget", lambda: [_fit(model, config)])
     is_refused = any(diagnosis.status is Severity.PROBLEM for diagnosis in found.diagnoses)
@@ -80,6 +84,16 @@ def _files(files: ModelFiles) -> Diagnosis:
     names = "1 weight file" if len(files.weight_files) == 1 else f"{len(files.weight_files)} weight files"
     stored = f"{len(weights.names)} tensors, most of them {weights.quantization}"
     return good("files", f"config and {names}, {num_bytes / GB:.2f} GB: {stored}; every header is sound")
+
+
+def _folder(config: EngineConfig) -> Diagnosis:
+    path = folder_of(config)
+    kept = listed(path) if (path / "kv").is_dir() else None
+    held = "nothing yet" if kept is None else f"{kept.bytes / GB:.2f} GB of {len(kept.models)} models"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        remedy = "Give --cache-dir a folder that can be written"
+        return note("cache folder", f"{path} holds {held} and cannot be written", remedy)
+    return good("cache folder", f"{path} holds {held}, {config.disk_bytes / GB:.2f} GB at most")
 
 
 def _adapter(files: ModelFiles, place: str, seen: Examination | None) -> Iterator[Diagnosis]:

@@ -23,6 +23,7 @@ from penstock.schedule.budget import NUM_FEATURES, StepCost
 from penstock.schedule.moves import FIRST_OBSERVATIONS
 
 KEPT_COST = "cost.json"
+NAMELESS = "nothing tells these weights from others: they come from no files, or changed while they were read"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,22 +44,6 @@ class DiskCache:
         self.mover.close()
         if num_observed >= FIRST_OBSERVATIONS:
             self.disk.keep(KEPT_COST, json.dumps([cost.pace * value for value in cost.coefficients]).encode())
-
-
-def why_no_disk(model: LoadedModel) -> str:
-    """Says why a lane, a device or weights have no part in the cache folder; empty: they have."""
-    facts = model.lane.facts
-    if facts.reads_source or not facts.shares_prefixes:
-        return "the model keeps its own cache for each sequence, of which no part is shared"
-    if not model.config.prefix_cache:
-        return "prefix_cache is off"
-    if model.device.type != "cpu" or model.storage is None:
-        return f"it is for processors so far, not for {model.device.type}"
-    if model.content is None:
-        return (
-            "nothing tells these weights from others, because they come from no files or changed while they were read"
-        )
-    return ""
 
 
 def open_disk(model: LoadedModel, note: Callable[[str], None]) -> DiskCache:

@@ -16,7 +16,7 @@ from penstock.cache.states import StatePool
 from penstock.config import CPU_STEP_SIZES, DEFAULT_MODEL, GPU_STEP_SIZES, PrefillPriority, load_config
 from penstock.engine.active import Active, ChosenToken
 from penstock.engine.calibration import calibrate
-from penstock.engine.disk_cache import DiskCache, open_disk, why_no_disk
+from penstock.engine.disk_cache import NAMELESS, DiskCache, open_disk
 from penstock.engine.feed import TokenFeed
 from penstock.engine.feeding import Feeding
 from penstock.engine.grammar import Grammars
@@ -51,6 +51,7 @@ from penstock.request import (
     StepResult,
 )
 from penstock.schedule.budget import TokenBudget
+from penstock.schedule.moves import DiskUse
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
@@ -120,6 +121,7 @@ class Engine:
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
         self.recorder: Recorder | None = None  # None: nothing is kept of a step
         self._trace_path = trace
+        self.disk: DiskCache | None = None
         if config.latency_target_ms is not None:
             self.scheduler.budget.cost = calibrate(self)
             self._next_id = 0  # numbers are for what somebody asked
@@ -128,13 +130,12 @@ class Engine:
             self.record()
 
     def _disk_cache(self) -> DiskCache | None:
-        """The cache folder, open; None where none was asked for, or nothing of this model can be kept."""
+        """Opens the cache folder; None where none was asked for, or nothing of this model can be kept."""
         if self.config.cache_dir is None:
             return None
-        if why := why_no_disk(self.model):
-            if self.config.strict:
-                raise InvalidSetting(f"--strict: nothing can be kept in the cache folder: {why}. Leave it out.")
-            self.adjustments.append(f"nothing is kept in the cache folder: {why}")
+        if self.model.content is None or self.model.storage is None or self.scheduler.prefix is None:
+            if not any("the cache folder" in told for told in self.adjustments):
+                self.adjustments.append(f"nothing is kept in the cache folder: {NAMELESS}")
             return None
         disk = open_disk(self.model, self.adjustments.append)
         # Names of files and their times are part of the identity, and mean nothing in another folder.
@@ -224,6 +225,20 @@ class Engine:
         rotary = self.model.spec.rotary_variant(len(tokens))
         until = time.perf_counter() + for_s
         return self.scheduler.holdings.pin(tokens, rotary=rotary, scope=scope, until=until, most=most)
+
+    @property
+    def disk_use(self) -> DiskUse | None:
+        """What went to the cache folder and came back so far; None: there is none."""
+        moves = self.scheduler.moves
+        return None if moves is None else dataclasses.replace(moves.use)
+
+    def num_known(self, tokens: Sequence[int], *, scope: str = "") -> tuple[int, int]:
+        """Counts the tokens of a prompt (that memory holds, that lie on disk behind them), for that scope."""
+        if self.disk is not None:
+            self.disk.look()
+        return self.scheduler.holdings.num_known(
+            tokens, rotary=self.model.spec.rotary_variant(len(tokens)), scope=scope
+        )
 
     @property
     def tokenizer(self) -> Any:

@@ -36,6 +36,7 @@ class ModelPlan:
     max_context: int
     prompt: PromptPlan
     peak_by_chunk_size: Mapping[int, int]
+    disk_bytes: int = 0  # of the prompt in the cache folder; 0: there is none, or nothing of this model is kept
 
 
 def estimated_runtime_bytes(place: Place) -> int:
@@ -98,6 +99,7 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         max_context=max_context,
         prompt=planned,
         peak_by_chunk_size={size: peak_in_chunks(size) for size in sizes},
+        disk_bytes=planned.kv_bytes + planned.state_bytes if place.uses_disk else 0,
     )
 
 

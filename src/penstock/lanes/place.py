@@ -145,9 +145,27 @@ class Place:
             found.append(message)
         if self.quantize == "keep" and (names := expanded_types(self.files)):
             found.append(f"weights in {', '.join(names)} are expanded to {self.dtype}: nothing multiplies their codes")
+        if config.cache_dir is not None and not self.uses_disk:
+            message = f"nothing is kept in the cache folder: {self.why_no_disk}"
+            if config.strict:
+                raise InvalidSetting(f"--strict: {message}. Leave --cache-dir out.")
+            found.append(message)
         if lane.reads_source and config.overlap:
             found.append(f"overlap {config.overlap} has no meaning for a source; it is 0")
         return found
+
+    @property
+    def why_no_disk(self) -> str:
+        """Says why a lane or a device has no part in the cache folder; empty: they have."""
+        if self.lane.reads_source or not self.lane.shares_prefixes:
+            return "the model keeps its own cache for each sequence, of which no part is shared"
+        if not self.config.prefix_cache:
+            return "prefix_cache is off"
+        return "" if self.device == "cpu" else f"it is for processors so far, not for {self.device}"
+
+    @property
+    def uses_disk(self) -> bool:
+        return self.config.cache_dir is not None and not self.why_no_disk
 
     def settings_that_hold(self) -> EngineConfig:
         """The settings, without what this lane cannot do with its model."""

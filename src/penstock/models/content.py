@@ -14,6 +14,7 @@ from penstock.config import cache_folder
 from penstock.models.files import ModelFiles
 
 PIECE_BYTES = 16 << 20
+READ_BYTES = 1 << 20
 NUM_THREADS = 2
 SETTLED_S = 2.0  # a file that was changed this shortly ago may be changed again within the same tick of its clock
 HEX_DIGITS = 64
@@ -82,4 +83,7 @@ def _hashed(path: Path, num_bytes: int) -> str:
 
 
 def _piece(file: int, start: int) -> bytes:
-    return hashlib.sha256(os.pread(file, PIECE_BYTES, start)).digest()
+    found, read = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+    for place in range(start, start + PIECE_BYTES, READ_BYTES):
+        found.update(read[: os.preadv(file, [read], place)])
+    return found.digest()

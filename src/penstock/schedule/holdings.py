@@ -10,7 +10,7 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.prefix import PrefixCache, chain_hash, root_hash
 from penstock.cache.states import StatePool
 from penstock.config import CHECKPOINT_TOKENS
-from penstock.request import Chunk, Request, Sequence, StateUse
+from penstock.request import Chunk, Request, SamplingParams, Sequence, StateUse
 from penstock.schedule.moves import Moves
 
 # Tokens of an answer for which a run of blocks has room from the start.
@@ -166,6 +166,21 @@ class Holdings:
         if self.states is not None and (last := next((h for h in reversed(known) if h in self.states), None)):
             self.states.spare(last, until=until)
         return len(known) * self.block_size
+
+    def num_known(self, tokens: Tokens[int], *, rotary: str, scope: str) -> tuple[int, int]:
+        """Counts the tokens of a prompt (that memory holds, that lie on disk behind them)."""
+        if self.prefix is None or not tokens:
+            return 0, 0
+        root = root_hash(self.model_identity, rotary, scope)
+        in_memory = len(self.prefix.known(tokens, root, self.block_size))
+        if self.moves is None:
+            return in_memory * self.block_size, 0
+        request = Request(
+            id=-1, prompt=tuple(tokens), sampling=SamplingParams(), arrived_at=0.0, rotary=rotary, scope=scope
+        )
+        asked = Sequence(request=request, tokens=list(tokens), num_prompt_tokens=len(tokens), prompt_is_complete=True)
+        end = self.moves.end_on_disk(asked, in_memory)
+        return in_memory * self.block_size, max(0, end - in_memory * self.block_size)
 
     def expire(self, now: float) -> None:
         self.pool.expire(now)

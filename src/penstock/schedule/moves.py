@@ -219,17 +219,24 @@ class Moves:
 
     def seek_state(self, sequence: Sequence, num_usable: int, room: int) -> None:
         """Does so for a model with recurrent state: as far as a state lies there, past the blocks that can be used."""
-        if sequence.sought:
-            return
-        size, block_size = self.blocks_per_slab, self.block_size
+        if not sequence.sought and (slabs := self._up_to_state(sequence, num_usable)):
+            self._load(sequence, num_usable * self.block_size, slabs, room, is_all_needed=True)
+
+    def _up_to_state(self, sequence: Sequence, num_usable: int) -> list[Slab]:
+        """Finds the slabs from the first to the last one with a state, past so many blocks."""
+        size = self.blocks_per_slab
         chain = list(self.findable(sequence, 0))
-        most = min((sequence.num_known - 1) // block_size, len(chain) * size + size)
+        most = min((sequence.num_known - 1) // self.block_size, len(chain) * size + size)
         for end in range(most, num_usable, -1):
             slab = self.slab(sequence, (end - 1) // size * size, end, has_state=True)
             if self._can_be_had(slab):
-                whole = [*chain[: (end - 1) // size], slab]
-                self._load(sequence, num_usable * block_size, whole, room, is_all_needed=True)
-                return
+                return [*chain[: (end - 1) // size], slab]
+        return []
+
+    def end_on_disk(self, sequence: Sequence, first: int) -> int:
+        """Tells how many tokens could go on from what lies on disk behind the first blocks."""
+        found = self.findable(sequence, first) if self.states is None else self._up_to_state(sequence, first)
+        return max((slab.end for slab in found), default=0)
 
     def _load(
         self, sequence: Sequence, start: int, slabs: list[Slab], room: int, *, is_all_needed: bool = False

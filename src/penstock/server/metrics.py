@@ -96,6 +96,10 @@ class Metrics:
         self._hits_by_reason = counter(
             "prefix_cache_hits_by_reason_total", "The same, by the reason why they were still there.", "reason"
         )
+        self._moved_bytes = counter("disk_bytes_total", "Bytes to and from the cache folder, by direction.", "kind")
+        self._moved_tokens = counter("disk_tokens_total", "Tokens whose keys and values were moved so.", "kind")
+        self._disk_misses = counter("disk_misses_total", "Slabs that were gone or could not be proven.")
+        self._disk_saved = gauge("disk_saved_seconds", "Predicted time of reading what was loaded, less the loads.")
         self._pinned = gauge("pinned_bytes", "Keys and values that are spared until the result of a call comes.")
         self._preemptions = counter("num_preemptions_total", "Requests sent back to the queue to make room.")
         self._success = counter("request_success_total", "Requests that ended, by reason.", "finished_reason")
@@ -130,6 +134,8 @@ class Metrics:
         self._kv.set_function(lambda: pool.num_held / pool.num_blocks)
         block_bytes = engine.config.block_size * engine.model.memory.shape.kv_bytes_per_token
         self._pinned.set_function(lambda: pool.num_pinned * block_bytes)
+        if (moves := engine.scheduler.moves) is not None:
+            self._disk_saved.set_function(lambda: moves.use.saved_s)
         self._memory.set_function(lambda: engine.held.num_bytes)
         self._running.set_function(lambda: board.num_running)
         self._waiting.set_function(lambda: board.num_waiting)
@@ -146,6 +152,11 @@ class Metrics:
         for chunk in plan.chunks:
             if chunk.is_prefill:
                 self._chunk_tokens.observe(chunk.num_tokens)
+        for moved in result.moved:
+            kind = moved.move.kind
+            self._moved_bytes.labels(kind).inc(moved.num_bytes)
+            self._moved_tokens.labels(kind).inc(len(moved.move.slab.tokens) if moved.is_done else 0)
+            self._disk_misses.inc(kind == "load" and not moved.is_done)
         self._preemptions.inc(len(plan.preempted))
         self._memory_predicted.set(plan.predicted_bytes)
         self._memory_peak.set(result.peak_bytes)

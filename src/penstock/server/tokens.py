@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
-from penstock.cache.prefix import root_hash
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidPrompt, PromptTooLong
 from penstock.plan.prompt_plan import PromptPlan
@@ -70,6 +69,7 @@ class PlanAsk(Ask):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PromptPlan):
     cached_tokens: int  # what the prefix cache holds of it now
+    disk_tokens: int  # behind them, what could be loaded from the cache folder
 
 
 class Reset(BaseModel):
@@ -109,22 +109,15 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
     if num_tokens > (limit := MAX_PLANNED_CONTEXTS * engine.scheduler.capacity):
         raise PromptTooLong(f"The prompt has {num_tokens} tokens; plans are made for {limit} at most.")
     scope = request.scope["state"]["sharing_scope"]
-    num_cached = await service.engine.call(lambda engine: _num_cached(engine, tokens, scope))
+    num_cached, num_on_disk = await service.engine.call(lambda engine: engine.num_known(tokens, scope=scope))
     planned = await asyncio.to_thread(engine.plan, num_tokens, chunk_size=ask.chunk_size)
-    return Plan(**asdict(planned), cached_tokens=num_cached)
+    return Plan(**asdict(planned), cached_tokens=num_cached, disk_tokens=num_on_disk)
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Reset:
     """Forgets every prefix that nobody is using now."""
     return Reset(freed_blocks=await Service.of(request, None).engine.call(_forget_prefixes))
-
-
-def _num_cached(engine: Engine, tokens: list[int], scope: str) -> int:
-    prefix = engine.scheduler.prefix
-    root = root_hash(engine.scheduler.holdings.model_identity, engine.model.spec.rotary_variant(len(tokens)), scope)
-    block_size = engine.config.block_size
-    return 0 if prefix is None else len(prefix.known(tokens, root, block_size)) * block_size
 
 
 def _forget_prefixes(engine: Engine) -> int:

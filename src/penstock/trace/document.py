@@ -103,6 +103,17 @@ class TraceChunk(_Part):
         return self.end - self.start
 
 
+class TraceMove(_Part):
+    """Tells of a slab of keys and values that went to the cache folder or came from it beside the steps."""
+
+    kind: Literal["store", "load"]
+    start: Count
+    end: Count
+    bytes: Count
+    ms: Milliseconds
+    is_done: bool  # False: it could not be stored, or was a miss
+
+
 class TraceStep(_Part):
     type: Literal["step"] = "step"
     step: Count
@@ -119,6 +130,7 @@ class TraceStep(_Part):
     admitted: tuple[Count, ...]
     preempted: tuple[Count, ...]
     chunks: tuple[TraceChunk, ...]
+    moves: tuple[TraceMove, ...] = ()  # that had ended when it did
 
     @property
     def ended_s(self) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from penstock.request import Chunk, Failed, Finished, Request, StepPlan, StepResult
-from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceRequest, TraceStep
+from penstock.request import Chunk, Failed, Finished, Moved, Request, StepPlan, StepResult
+from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceMove, TraceRequest, TraceStep
 
 MAX_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
 MAX_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as its numbers
@@ -32,10 +32,12 @@ class Ran:
     memory_bytes: int
     peak_bytes: int
     kv_share: float
+    moves: tuple[TraceMove, ...] = ()
 
     @property
-    def num_chunks(self) -> int:
-        return len(self.chunks) // NUMBERS_PER_CHUNK
+    def size(self) -> int:
+        """Counts what it holds: chunks, and moves, which take some times as much memory."""
+        return len(self.chunks) // NUMBERS_PER_CHUNK + 4 * len(self.moves)
 
     @property
     def ended_s(self) -> float:
@@ -54,6 +56,7 @@ class Ran:
             num_waiting=self.plan.waiting,
             kv_share=round(min(1.0, self.kv_share), 4),
             chunks=tuple(_chunk(*self.chunks[place : place + NUMBERS_PER_CHUNK]) for place in places),
+            moves=self.moves,
         )
 
 
@@ -184,13 +187,14 @@ class Recorder:
             if course := self._courses.get(chunk.sequence_id):
                 course.take_chunk(chunk, result, started_s)
         ran = Ran(
-            plan=replace(plan, chunks=()),
+            plan=replace(plan, chunks=(), moves=()),
             chunks=array("q", [number for chunk in plan.chunks for number in _numbers(chunk)]),
             started_s=started_s,
             elapsed_s=result.elapsed_s,
             memory_bytes=memory_bytes,
             peak_bytes=result.peak_bytes,
             kv_share=kv_share,
+            moves=tuple(map(_move, result.moved)),
         )
         self._keep(ran)
         if self.listeners:
@@ -236,9 +240,9 @@ class Recorder:
 
     def _keep(self, ran: Ran) -> None:
         self._ran.append(ran)
-        self._num_chunks += ran.num_chunks
+        self._num_chunks += ran.size
         while self._num_chunks > MAX_CHUNKS and len(self._ran) > 1:
-            self._num_chunks -= self._ran.popleft().num_chunks
+            self._num_chunks -= self._ran.popleft().size
             self._num_dropped += 1
 
     def _tell(self, record: Record) -> None:
@@ -249,6 +253,13 @@ class Recorder:
 def _num_gaps(course: Course) -> int:
     """Its size in memory."""
     return GAPS_PER_REQUEST + len(course.chunks) + max(0, len(course.token_times_s) - 1)
+
+
+def _move(moved: Moved) -> TraceMove:
+    slab, ms = moved.move.slab, round(moved.elapsed_s * 1e3, 3)
+    return TraceMove(
+        kind=moved.move.kind, start=slab.first, end=slab.end, bytes=moved.num_bytes, ms=ms, is_done=moved.is_done
+    )
 
 
 def _numbers(chunk: Chunk) -> tuple[int, ...]:
