@@ -1,14 +1,11 @@
-"""What a person at a terminal sees and does: progress and text, a table, a question, Ctrl-C. No torch."""
+"""What a person at a terminal sees: progress and text, a table; and Ctrl-C. No torch."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +14,6 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 PIPE_COLUMNS = 200
-CHAT_HELP = "An empty line, /bye or Ctrl-D ends the chat; Ctrl-C stops an answer. Flags: penstock chat --help."
-CHAT_ENDS = ("/bye", "/exit", "/quit")
 BAR_COLUMNS = 20  # left to the word before the bar and to the bar itself
 
 
@@ -105,54 +100,8 @@ def table_of(title: str | None, names: Iterable[str], numbers: Iterable[str]) ->
     return table
 
 
-def converse(
-    console: Console,
-    answer: Callable[[list[dict[str, Any]]], str],
-    *,
-    who: str,
-    system: str | None,
-    document: str,
-    images: Sequence[dict[str, Any]] = (),
-    read_ahead: Callable[[list[dict[str, Any]]], AbstractContextManager[None]] | None = None,
-) -> None:
-    """Talks until the user ends it. The document and the images belong to the first message that is answered.
-
-    `read_ahead`: reads the beginning of that message while the user writes the rest.
-    """
-    messages = system_messages(system)
-    console.print(f"{who}. An empty line or Ctrl-D ends the chat, /help says more.", style="dim")
-    while True:
-        known = [*messages, {"role": "user", "content": f"{document}\n\n"}]
-        with read_ahead(known) if read_ahead and document else nullcontext():
-            text = ask_user(console)
-        if not text:
-            return
-        content = f"{document}\n\n{text}" if document else text
-        with_images = [*images, {"type": "text", "text": content}]
-        messages.append({"role": "user", "content": with_images if images else content})
-        try:
-            said = answer(messages)
-        except PenstockError as error:
-            console.print(f"penstock: {error}", style="red")
-            messages.pop()
-            continue
-        document, images = "", ()
-        messages.append({"role": "assistant", "content": said})
-
-
 def system_messages(system: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
-
-
-def ask_user(console: Console) -> str:
-    """Asks until there is a line for the model; an empty one ends the chat."""
-    try:
-        while (text := console.input("[bold]> [/bold]").strip()) in ("/help", "/?"):
-            console.print(CHAT_HELP, style="dim")
-    except (EOFError, KeyboardInterrupt):
-        console.print()
-        return ""
-    return "" if text in CHAT_ENDS else text
 
 
 def in_lines(parts: Iterable[str], width: int) -> str:
