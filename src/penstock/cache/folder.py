@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import struct
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -136,8 +135,10 @@ class CacheFolder:
         """Removes the slabs of one namespace, or all; returns the bytes that were given back."""
         with self.locked() as room:
             before = self.recount(room)
-            for path in self.namespaces() if namespace is None else [namespace]:
-                shutil.rmtree(path, ignore_errors=True)
+            for path in self._files():
+                if path.suffix == SUFFIX and namespace in (None, path.parent):
+                    with suppress(OSError):  # the folders stay: a process that has one open goes on storing there
+                        os.unlink(path)
             return before - self.recount(room)
 
     def _secret(self) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,6 +24,7 @@ from penstock.schedule.budget import NUM_FEATURES, StepCost
 from penstock.schedule.moves import FIRST_OBSERVATIONS
 
 KEPT_COST = "cost.json"
+LOOKS_EVERY_S = 0.5
 NAMELESS = "nothing tells these weights from others: they come from no files, or changed while they were read"
 
 
@@ -33,9 +35,13 @@ class DiskCache:
     mover: Mover
     cost: StepCost
     num_observed: int
+    looked_at: float = 0.0
 
     def look(self) -> None:
-        """Learns what other processes wrote or removed."""
+        """Learns what other processes wrote or removed; not often, because a folder may have many files."""
+        if (now := time.monotonic()) - self.looked_at < LOOKS_EVERY_S:
+            return
+        self.looked_at = now
         if self.disk.has_changed:
             self.tiers.lie_on_disk(self.disk.names())
 

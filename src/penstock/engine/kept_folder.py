@@ -70,7 +70,7 @@ def opened(path: Path) -> CacheFolder:
 
 def listed(path: Path) -> KeptFolder:
     folder = opened(path)
-    models = tuple(_kept(folder, namespace) for namespace in folder.namespaces())
+    models = tuple(kept for namespace in folder.namespaces() if (kept := _kept(folder, namespace)).slabs)
     return KeptFolder(path=str(path), bytes=sum(model.bytes for model in models), models=models)
 
 
