@@ -22,7 +22,7 @@ MAX_CONFIG_BYTES = 1 << 20
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "quantize": ("auto", "none", "keep", "int8", "int4"),
-    "cpu_kernels": ("auto", "torch", "avx512", "avx2"),
+    "cpu_kernels": ("auto", "torch", "avx512", "avx2", "neon"),
     "device": ("auto", "cpu", "cuda", "mps"),
 }
 AT_LEAST_ONE = (
@@ -99,7 +99,7 @@ class EngineConfig:
     dtype: str = "auto"
     quantize: str = "auto"  # keep: few bits as the GGUF has them; int8, int4: quantized on load; none: neither
     threads: int | None = None  # None: the physical cores this process may use
-    cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never; avx512, avx2: these alone
+    cpu_kernels: str = "auto"  # auto: compiled C kernels where they can run; torch: never; or these alone
     block_size: int = 16
     max_chunk_size: int | None = None  # the most that `auto` picks; None: what suits the device
     min_chunk_size: int = 16  # the KV pool leaves room for at least this chunk

@@ -24,7 +24,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=[one.id for one in build.INSTRUCTIONS if one.needed <= cpu_flags()])
+@pytest.fixture(params=[one.id for one in build.INSTRUCTIONS if one.are_had(cpu_flags())])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The C kernels for each kind of instructions that this processor has, one after another."""
     if not build.can_run(request.param):

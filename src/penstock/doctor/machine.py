@@ -132,12 +132,13 @@ def _processor(facts: MachineFacts) -> Diagnosis:
             ("AVX-512", {"avx512f"}),
             ("bfloat16", {"avx512_bf16", "amx_bf16", "bf16"}),
             ("AMX", {"amx_tile"}),
+            ("NEON", {"asimd"}),
         )
         if flags & facts.flags
     ]
     names = ", ".join(found) or "no vector instructions that are known"
     finding = f"{facts.processor}: {names}"
-    if "bfloat16" not in found and not any(kernels.needed <= facts.flags for kernels in INSTRUCTIONS):
+    if "bfloat16" not in found and not any(kernels.are_had(facts.flags) for kernels in INSTRUCTIONS):
         remedy = "Weights are held in float32, twice as large: take a smaller model, or --dtype bfloat16 to save memory"
         return note("processor", f"{finding}; no bfloat16 instructions", remedy)
     return good("processor", finding)

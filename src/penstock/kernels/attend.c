@@ -22,7 +22,6 @@ struct cursor {
 
 int penstock_is_supported(void)
 {
-    __builtin_cpu_init();
     return has_instructions();
 }
 

@@ -23,27 +23,40 @@ from penstock.config import cache_folder
 from penstock.plan.machine import cpu_flags
 
 FOLDER = Path(__file__).parent
-FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno"]
+FLAGS = ["-O3", "-std=c11", "-fno-math-errno"]
+SHARED = ["-shared", "-fPIC"]
 COMPILE_TIMEOUT_S = 300  # ten seconds take minutes on a busy machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instructions:
-    """Instructions that there are kernels for, in a folder beside what all share."""
+    """Instructions that there are kernels for, in folders beside what all share."""
 
-    id: str  # of the folder, and what the setting `cpu_kernels` calls them
+    id: str  # what the setting `cpu_kernels` calls them
     name: str
+    machine: str
     needed: frozenset[str]  # as Linux calls what a processor has
     flags: tuple[str, ...]
+    folders: tuple[str, ...]
     multiplies_all: bool  # products of any number of rows; torch has its own for bfloat16 otherwise
 
     @property
     def sources(self) -> list[Path]:
-        return sorted(FOLDER.glob("*.c")) + sorted((FOLDER / self.id).glob("*.c"))
+        return self._files("*.c")
 
     @property
     def headers(self) -> list[Path]:
-        return sorted(FOLDER.glob("*.h")) + sorted((FOLDER / self.id).glob("*.h"))
+        return self._files("*.h")
+
+    def are_had(self, flags: frozenset[str]) -> bool:
+        return platform.machine() == self.machine and self.needed <= flags
+
+    def command(self, compiler: str, *more: str) -> list[str]:
+        includes = [f"-I{FOLDER / folder}" for folder in ("", *self.folders)]
+        return [compiler, *FLAGS, *self.flags, *includes, *map(str, self.sources), *more]
+
+    def _files(self, pattern: str) -> list[Path]:
+        return [path for folder in ("", *self.folders) for path in sorted((FOLDER / folder).glob(pattern))]
 
 
 # The first that the processor has is taken.
@@ -51,15 +64,28 @@ INSTRUCTIONS = (
     Instructions(
         id="avx512",
         name="AVX-512 with bfloat16",
+        machine="x86_64",
         needed=frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
+        folders=("avx512",),
         flags=("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
         multiplies_all=False,
     ),
     Instructions(
         id="avx2",
         name="AVX2 with FMA",
+        machine="x86_64",
         needed=frozenset({"avx2", "fma", "f16c"}),
+        folders=("avx2", "wide"),
         flags=("-mavx2", "-mfma", "-mf16c"),
+        multiplies_all=True,
+    ),
+    Instructions(
+        id="neon",
+        name="NEON",
+        machine="aarch64",
+        needed=frozenset({"asimd"}),
+        folders=("neon", "wide"),
+        flags=(),
         multiplies_all=True,
     ),
 )
@@ -109,10 +135,10 @@ def ffi() -> FFI:
 def found(choice: str) -> Found:
     if choice == "torch":
         return Found(library=None, reason="switched off (cpu_kernels is torch)")
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return Found(library=None, reason="they need Linux on x86-64")
+    if platform.system() != "Linux":
+        return Found(library=None, reason="they need Linux")
     known = [one for one in INSTRUCTIONS if choice in ("auto", one.id)]
-    instructions = next((one for one in known if one.needed <= cpu_flags()), None)
+    instructions = next((one for one in known if one.are_had(cpu_flags())), None)
     if instructions is None:
         names = " nor ".join(one.name for one in known)
         return Found(library=None, reason=f"this processor has no {names}")
@@ -143,8 +169,7 @@ def _built(compiler: str, instructions: Instructions) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
-        includes = [f"-I{FOLDER}", f"-I{FOLDER / instructions.id}"]
-        command = [compiler, *FLAGS, *instructions.flags, *includes, *map(str, instructions.sources), "-o", str(part)]
+        command = instructions.command(compiler, *SHARED, "-o", str(part))
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
         os.replace(part, path)
     return path

@@ -57,9 +57,6 @@ INLINE size_t place_of(const struct attention *a, int chunk, int kv_head, int po
     return (slot * a->num_kv_heads + kv_head) * a->head_size;
 }
 
-/* A line into the second cache: the first one has too little room for a block. */
-INLINE void ask_for(const bf16 *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
-
 /* Where the keys from `first` on lie; those past `count` repeat the last one. Positions are looked up once per block. */
 static inline void locate(const struct attention *a, int chunk, int kv_head, int first, int count, struct block *to)
 {

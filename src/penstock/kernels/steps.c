@@ -58,7 +58,7 @@ static void join_in(struct team *team)
             sleep_at(team, door);
             pauses = 0;
         } else {
-            _mm_pause();
+            pause_briefly();
         }
     }
 }
@@ -78,7 +78,7 @@ static void in_team(void (*body)(void *), void *data, unsigned num_threads, unsi
         if (++pauses > PAUSES)
             sched_yield();
         else
-            _mm_pause();
+            pause_briefly();
 }
 
 static void run_product(const struct product *with, const struct step *step)

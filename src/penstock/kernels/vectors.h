@@ -1,8 +1,8 @@
 /* What the C kernels share: registers of floats, bfloat16 in and out, and work shared by torch's threads. */
-#include <immintrin.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "calls.h"
 
@@ -13,6 +13,9 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 
 #include "registers.h" /* of the instructions that are compiled for */
+
+/* A line into the second cache: the first one has too little room for a block. */
+INLINE void ask_for(const void *at) { __builtin_prefetch(at, 0, 2); }
 
 /* Rows that each thread takes a share of. */
 struct rows {

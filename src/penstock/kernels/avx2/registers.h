@@ -1,5 +1,5 @@
 /* Registers of 8 floats, AVX2 with FMA: bfloat16 in memory, float32 in every sum. */
-#include <string.h>
+#include <immintrin.h>
 
 #define LANES 8 /* floats of a register */
 
@@ -7,8 +7,11 @@ typedef __m256 floats;
 
 INLINE int has_instructions(void)
 {
+    __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+
+INLINE void pause_briefly(void) { _mm_pause(); }
 
 INLINE floats v_zero(void) { return _mm256_setzero_ps(); }
 INLINE floats v_all(float x) { return _mm256_set1_ps(x); }
@@ -38,17 +41,48 @@ INLINE float v_highest(floats a)
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+/* The sums of 8 registers, a lane each. */
+INLINE floats sum_each(const floats *r)
+{
+    floats pairs[4], fours[2];
+    for (int i = 0; i < 4; i++)
+        pairs[i] = _mm256_hadd_ps(r[2 * i], r[2 * i + 1]);
+    for (int i = 0; i < 2; i++)
+        fours[i] = _mm256_hadd_ps(pairs[2 * i], pairs[2 * i + 1]);
+    return v_add(_mm256_permute2f128_ps(fours[0], fours[1], 0x20), _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
+}
+
 /* Whole numbers, and the floats of as many in float16. */
 typedef __m256i ints;
 
+INLINE ints i_all(int x) { return _mm256_set1_epi32(x); }
+INLINE ints i_load(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
+INLINE ints i_shorts(const void *from) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE ints i_bytes(const uint8_t *from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
 INLINE ints i_signed_bytes(const int8_t *from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
 INLINE ints i_and(ints a, int bits) { return _mm256_and_si256(a, _mm256_set1_epi32(bits)); }
 INLINE ints i_or(ints a, ints b) { return _mm256_or_si256(a, b); }
 INLINE ints i_left(ints a, const int count) { return _mm256_slli_epi32(a, count); }
-INLINE ints i_right(ints a, int count) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(count)); }
+INLINE ints i_right(ints a, int count) { return _mm256_srli_epi32(a, count); }
+INLINE ints i_signed_right(ints a, const int count) { return _mm256_srai_epi32(a, count); }
+INLINE ints i_sub(ints a, ints b) { return _mm256_sub_epi32(a, b); }
+INLINE ints i_lanes(int first) { return _mm256_add_epi32(i_all(first), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0)); }
+
+/* What the lowest byte of each lane stands for in a book of 16. */
+INLINE ints i_in_book(ints codes, const int8_t *book)
+{
+    __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)book));
+    return i_signed_right(i_left(_mm256_shuffle_epi8(both, codes), 24), 24);
+}
+
+/* Lanes in which a comparison holds. */
+typedef __m256i lanes;
+
+INLINE lanes is_more(ints a, ints b) { return _mm256_cmpgt_epi32(a, b); }
+INLINE lanes are_both(lanes a, lanes b) { return _mm256_and_si256(a, b); }
 INLINE floats v_of_ints(ints a) { return _mm256_cvtepi32_ps(a); }
 INLINE floats v_of_bits(ints a) { return _mm256_castsi256_ps(a); }
+INLINE floats v_where(lanes is, floats a, floats b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(is)); }
 INLINE floats half_floats(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
 
 /* 2 to the power of x; relative error below 4e-6, infinite from 128 up, exactly 0 from -126 down. */
@@ -101,9 +135,7 @@ INLINE void store_floats(bf16 *to, floats values, int count)
         to[i] = some[i];
 }
 
-#define LANE_NUMBERS _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0)
-
-INLINE __m256i lanes_of(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), LANE_NUMBERS); }
+INLINE lanes lanes_of(int count) { return is_more(i_all(count), i_lanes(0)); }
 
 /* The same of numbers in float32. */
 INLINE floats load_wide(const float *from, int count)

@@ -1,14 +1,19 @@
 /* Registers of 16 floats, AVX-512, and its dot products of pairs in bfloat16. */
+#include <immintrin.h>
+
 #define LANES 16 /* floats of a register */
 
 typedef __m512 floats;
 
 INLINE int has_instructions(void)
 {
+    __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512bf16");
 }
+
+INLINE void pause_briefly(void) { _mm_pause(); }
 
 INLINE floats v_zero(void) { return _mm512_setzero_ps(); }
 INLINE floats v_all(float x) { return _mm512_set1_ps(x); }

@@ -25,17 +25,6 @@ static void widen_head(struct scratch *w, int head_size, size_t offset, int coun
         widen(w->block.values[key] + offset, w->values + key * width, head_size, width, w->next.values[key] + offset);
 }
 
-/* The sums of 8 registers, a lane each. */
-INLINE floats sum_each(const floats *r)
-{
-    floats pairs[4], fours[2];
-    for (int i = 0; i < 4; i++)
-        pairs[i] = _mm256_hadd_ps(r[2 * i], r[2 * i + 1]);
-    for (int i = 0; i < 2; i++)
-        fours[i] = _mm256_hadd_ps(pairs[2 * i], pairs[2 * i + 1]);
-    return v_add(_mm256_permute2f128_ps(fours[0], fours[1], 0x20), _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
-}
-
 static void score_row(const struct scratch *w, const float *query, int width, int count, float *scores)
 {
     for (int key = 0; key < count; key += LANES) {
@@ -57,13 +46,12 @@ static void weigh_row(const struct attention *a, struct scratch *w, int row, int
     float factor = a->softcap > 0 ? LOG2E : a->scale * LOG2E, *scores = w->scores + row * KEYS;
     floats found = v_all(MASKED), total = v_zero();
     for (int key = 0; key < count; key += LANES) {
-        __m256i at = _mm256_add_epi32(_mm256_set1_epi32(key), LANE_NUMBERS);
-        __m256i is_seen = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), at),
-                                           _mm256_cmpgt_epi32(at, _mm256_set1_epi32(lowest - first_key - 1)));
+        ints at = i_lanes(key);
+        lanes is_seen = are_both(is_more(i_all(count), at), is_more(at, i_all(lowest - first_key - 1)));
         floats score = v_load(scores + key);
         if (a->softcap > 0)
             score = softcapped(score, a->scale, a->softcap);
-        score = _mm256_blendv_ps(v_all(MASKED), score, _mm256_castsi256_ps(is_seen));
+        score = v_where(is_seen, score, v_all(MASKED));
         found = v_max(found, score);
         v_store(scores + key, score);
     }
@@ -82,7 +70,7 @@ static void weigh_row(const struct attention *a, struct scratch *w, int row, int
 static void sum_rows(struct scratch *w, int first_row, int num_rows, int width, int count)
 {
     for (int row = first_row; row < first_row + num_rows; row += 4)
-        for (int dim = 0; dim < width; dim += 2 * LANES) {
+        for (int dim = 0; dim < width; dim += DIMS) {
             float *sums = w->sums + row * width + dim, *fading = w->fading + row, *weights = w->scores + row * KEYS;
             const float *values = w->values + dim;
             switch (smaller(4, first_row + num_rows - row)) {

@@ -1,5 +1,7 @@
 /* What a thread holds while it attends: all in float32. */
-#define ROW_GROUP 16         /* query rows that are scored together, two registers */
+
+#define ROW_GROUP 16         /* query rows that are scored together */
+#define DIMS 16              /* dimensions that are summed together */
 #define LEAST_TILE ROW_GROUP /* rows of a work item, where many threads share few */
 
 struct scratch {
@@ -18,31 +20,33 @@ INLINE void widen(const bf16 *from, float *to, int head_size, int width, const b
 {
     for (int dim = 0; dim < width; dim += LANES) {
         if (dim % 32 == 0)
-            _mm_prefetch((const char *)(next + dim), _MM_HINT_T1);
+            ask_for(next + dim);
         v_store(to + dim, dim < head_size ? load_floats(from + dim, head_size - dim) : v_zero());
     }
 }
 
-/* Adds the weighted values of `num_keys` keys to 4 rows, 16 dimensions of them, after fading what is there. The steps
+/* Adds the weighted values of `num_keys` keys to 4 rows, `DIMS` dimensions of them, after fading what is there. The steps
  * from weight to weight are constants where this is inlined, and so is the number of rows. */
 INLINE void sum_weighted(float *sums, const float *fading, const float *weights, const float *values, int width,
                          int num_keys, const int key_step, const int row_step, const int num_rows)
 {
-    floats kept[4][2];
+    floats kept[4][DIMS / LANES];
     for (int r = 0; r < num_rows; r++)
-        for (int half = 0; half < 2; half++)
-            kept[r][half] = v_mul(v_load(sums + r * width + half * LANES), v_all(fading[r]));
+        for (int i = 0; i < DIMS / LANES; i++)
+            kept[r][i] = v_mul(v_load(sums + r * width + i * LANES), v_all(fading[r]));
     for (int key = 0; key < num_keys; key++, values += width) {
-        floats one = v_load(values), two = v_load(values + LANES);
+        floats value[DIMS / LANES];
+        for (int i = 0; i < DIMS / LANES; i++)
+            value[i] = v_load(values + i * LANES);
         for (int r = 0; r < num_rows; r++) {
             floats weight = v_all(weights[key * key_step + r * row_step]);
-            kept[r][0] = v_mul_add(weight, one, kept[r][0]);
-            kept[r][1] = v_mul_add(weight, two, kept[r][1]);
+            for (int i = 0; i < DIMS / LANES; i++)
+                kept[r][i] = v_mul_add(weight, value[i], kept[r][i]);
         }
     }
     for (int r = 0; r < num_rows; r++)
-        for (int half = 0; half < 2; half++)
-            v_store(sums + r * width + half * LANES, kept[r][half]);
+        for (int i = 0; i < DIMS / LANES; i++)
+            v_store(sums + r * width + i * LANES, kept[r][i]);
 }
 
 /* Dimensions divided and written. */

@@ -15,28 +15,33 @@
 
 _Static_assert(PART % TALL == 0 && DEEP % PACKED_GROUP == 0, "parts are whole tiles, panels are whole groups");
 
-INLINE void write_block(const struct product *p, floats first, floats second, int row, int block)
+INLINE void write_block(const struct product *p, const floats *values, int row, int block)
 {
-    int output = block * BLOCK_OUTPUTS, count = p->num_outputs - output;
-    if (count <= 0)
-        return;
-    write_values(p, first, row, output, smaller(LANES, count));
-    if (count > LANES)
-        write_values(p, second, row, output + LANES, smaller(LANES, count - LANES));
+    for (int piece = 0; piece < PIECES; piece++) {
+        int output = block * BLOCK_OUTPUTS + piece * LANES, count = smaller(LANES, p->num_outputs - output);
+        if (count > 0)
+            write_values(p, values[piece], row, output, count);
+    }
+}
+
+INLINE void clear(floats *sums)
+{
+    for (int piece = 0; piece < PIECES; piece++)
+        sums[piece] = v_zero();
 }
 
 INLINE floats first_of_pair(const bf16 *row, int pair)
 {
     int32_t both;
     memcpy(&both, row + 2 * pair, sizeof both);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_set1_epi32(both), 16));
+    return v_of_bits(i_left(i_all(both), 16));
 }
 
 INLINE floats second_of_pair(const bf16 *row, int pair)
 {
     int32_t both;
     memcpy(&both, row + 2 * pair, sizeof both);
-    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_set1_epi32(both), _mm256_set1_epi32((int)0xffff0000)));
+    return v_of_bits(i_and(i_all(both), (int)0xffff0000));
 }
 
 INLINE const bf16 *row_at(const struct product *p, int row)
@@ -50,22 +55,24 @@ INLINE void multiply_row(const struct product *p, int row, int block, const int 
     int num_groups = num_groups_of(p);
     const bf16 *inputs = row_at(p, row);
     const char *at[WIDE];
-    floats sums[WIDE][HALVES];
-    for (int b = 0; b < num_blocks; b++)
-        at[b] = block_at(p, block + b, type), sums[b][0] = sums[b][1] = v_zero();
+    floats sums[WIDE][PIECES];
+    for (int b = 0; b < num_blocks; b++) {
+        at[b] = block_at(p, block + b, type);
+        clear(sums[b]);
+    }
     for (int group = 0; group < num_groups; group++) {
-        struct factors_of_group factors[WIDE][HALVES];
+        struct factors_of_group factors[WIDE][PIECES];
         for (int b = 0; b < num_blocks; b++) {
             const char *codes = at[b] + group * code_bytes(type);
-            for (int h = 0; h < HALVES; h++)
+            for (int h = 0; h < PIECES; h++)
                 factors[b][h] = factors_of(at[b] + num_groups * code_bytes(type), group, h, type);
             for (size_t line = 0; line < code_bytes(type); line += 64)
-                _mm_prefetch(codes + AHEAD + line, _MM_HINT_T1);
+                ask_for(codes + AHEAD + line);
         }
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++)
             for (int b = 0; b < num_blocks; b++)
-                for (int h = 0; h < HALVES; h++) {
+                for (int h = 0; h < PIECES; h++) {
                     floats values[2];
                     int at_pair = group * NUM_PAIRS + pair;
                     pair_of_values(at[b] + group * code_bytes(type), pair, h, &factors[b][h], type, values);
@@ -74,7 +81,7 @@ INLINE void multiply_row(const struct product *p, int row, int block, const int 
                 }
     }
     for (int b = 0; b < num_blocks; b++)
-        write_block(p, sums[b][0], sums[b][1], row, block + b);
+        write_block(p, sums[b], row, block + b);
 }
 
 struct of_type {
@@ -103,9 +110,11 @@ static const struct of_type types[] = {
 INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows)
 {
     const bf16 *rows[FEW_TALL];
-    floats sums[FEW_TALL][HALVES];
-    for (int r = 0; r < num_rows; r++)
-        rows[r] = row_at(p, row + r), sums[r][0] = sums[r][1] = v_zero();
+    floats sums[FEW_TALL][PIECES];
+    for (int r = 0; r < num_rows; r++) {
+        rows[r] = row_at(p, row + r);
+        clear(sums[r]);
+    }
     for (int group = 0; group < num_groups_of(p); group++) {
         float panel[PACKED_GROUP][BLOCK_OUTPUTS];
         types[p->type].unpack_group(p, block, group, panel[0]);
@@ -113,14 +122,14 @@ INLINE void multiply_rows(const struct product *p, int row, int block, const int
             for (int r = 0; r < num_rows; r++) {
                 floats one = first_of_pair(rows[r], group * NUM_PAIRS + pair);
                 floats two = second_of_pair(rows[r], group * NUM_PAIRS + pair);
-                for (int h = 0; h < HALVES; h++) {
+                for (int h = 0; h < PIECES; h++) {
                     sums[r][h] = v_mul_add(v_load(panel[2 * pair] + h * LANES), one, sums[r][h]);
                     sums[r][h] = v_mul_add(v_load(panel[2 * pair + 1] + h * LANES), two, sums[r][h]);
                 }
             }
     }
     for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        write_block(p, sums[r][0], sums[r][1], row + r, block);
+        write_block(p, sums[r], row + r, block);
 }
 
 static void multiply_few_codes(const struct product *p, int first)
@@ -139,17 +148,18 @@ static void multiply_few_codes(const struct product *p, int first)
 INLINE void multiply_turned(const struct product *p, int row, int block, const int num_rows)
 {
     int output = block * BLOCK_OUTPUTS;
-    floats sums[FEW_TALL][HALVES];
+    floats sums[FEW_TALL][PIECES];
     const bf16 *rows[FEW_TALL];
-    for (int r = 0; r < num_rows; r++)
-        rows[r] = row_at(p, row + r), sums[r][0] = sums[r][1] = v_zero();
+    for (int r = 0; r < num_rows; r++) {
+        rows[r] = row_at(p, row + r);
+        clear(sums[r]);
+    }
     for (int input = 0; input < p->num_inputs; input += LANES)
-        for (int h = 0; h < HALVES; h++) {
+        for (int h = 0; h < PIECES; h++) {
             floats values[LANES];
             if (input % 32 == 0)
                 for (int o = 0; o < LANES; o++)
-                    _mm_prefetch((const char *)(p->weight + (size_t)(output + BLOCK_OUTPUTS + h * LANES + o) * p->num_inputs
-                                                + input), _MM_HINT_T1);
+                    ask_for(p->weight + (size_t)(output + BLOCK_OUTPUTS + h * LANES + o) * p->num_inputs + input);
             turned_values(p, output + h * LANES, input, values);
             int count = smaller(LANES, p->num_inputs - input);
             for (int r = 0; r < num_rows; r++) {
@@ -168,7 +178,7 @@ INLINE void multiply_turned(const struct product *p, int row, int block, const i
             }
         }
     for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        write_block(p, sums[r][0], sums[r][1], row + r, block);
+        write_block(p, sums[r], row + r, block);
 }
 
 static void multiply_few_turned(const struct product *p, int first)
@@ -240,7 +250,7 @@ static void fill_panel(const struct product *p, int block, int input, int count,
             types[p->type].unpack_group(p, block, (input + i) / PACKED_GROUP, part->panel[i]);
     else
         for (int i = 0; i < count; i += LANES)
-            for (int h = 0; h < HALVES; h++) {
+            for (int h = 0; h < PIECES; h++) {
                 floats values[LANES];
                 turned_values(p, block * BLOCK_OUTPUTS + h * LANES, input + i, values);
                 for (int k = 0; k < smaller(LANES, count - i); k++)
@@ -251,20 +261,22 @@ static void fill_panel(const struct product *p, int block, int input, int count,
 /* 6 rows with a panel. Sums go on where the panel before it left them. */
 INLINE void multiply_tile(const float *rows, const struct part *part, int count, float (*kept)[BLOCK_OUTPUTS], int is_first)
 {
-    floats sums[TALL][HALVES];
+    floats sums[TALL][PIECES];
     for (int r = 0; r < TALL; r++)
-        for (int h = 0; h < HALVES; h++)
+        for (int h = 0; h < PIECES; h++)
             sums[r][h] = is_first ? v_zero() : v_load(kept[r] + h * LANES);
     for (int i = 0; i < count; i++) {
-        floats one = v_load(part->panel[i]), two = v_load(part->panel[i] + LANES);
+        floats values[PIECES];
+        for (int h = 0; h < PIECES; h++)
+            values[h] = v_load(part->panel[i] + h * LANES);
         for (int r = 0; r < TALL; r++) {
             floats x = v_all(rows[i * TALL + r]);
-            sums[r][0] = v_mul_add(one, x, sums[r][0]);
-            sums[r][1] = v_mul_add(two, x, sums[r][1]);
+            for (int h = 0; h < PIECES; h++)
+                sums[r][h] = v_mul_add(values[h], x, sums[r][h]);
         }
     }
     for (int r = 0; r < TALL; r++)
-        for (int h = 0; h < HALVES; h++)
+        for (int h = 0; h < PIECES; h++)
             v_store(kept[r] + h * LANES, sums[r][h]);
 }
 
@@ -280,8 +292,12 @@ static void multiply_item(const struct many_rows *job, struct part *part, int it
                 const float *rows = job->turned + ((size_t)tile * p->num_inputs + input) * TALL;
                 float(*kept)[BLOCK_OUTPUTS] = part->sums[i] + tile * TALL;
                 multiply_tile(rows, part, count, kept, !input);
-                for (int r = 0; is_last && r < smaller(TALL, p->num_rows - job->first_row - tile * TALL); r++)
-                    write_block(p, v_load(kept[r]), v_load(kept[r] + LANES), job->first_row + tile * TALL + r, block);
+                for (int r = 0; is_last && r < smaller(TALL, p->num_rows - job->first_row - tile * TALL); r++) {
+                    floats values[PIECES];
+                    for (int h = 0; h < PIECES; h++)
+                        values[h] = v_load(kept[r] + h * LANES);
+                    write_block(p, values, job->first_row + tile * TALL + r, block);
+                }
             }
         }
     }

@@ -34,22 +34,24 @@ static void widen_block(const struct attention *a, int count, struct scratch *w)
 /* Scores of 4 keys for 16 rows. */
 INLINE void score_keys(struct scratch *w, int group, int head_size, int width, int key, float *scores)
 {
-    floats sums[TOGETHER][2];
+    floats sums[TOGETHER][ROW_GROUP / LANES];
     for (int k = 0; k < TOGETHER; k++)
-        sums[k][0] = sums[k][1] = v_zero();
+        for (int i = 0; i < ROW_GROUP / LANES; i++)
+            sums[k][i] = v_zero();
     const float *keys = w->keys + key * width;
     for (int dim = 0; dim < head_size; dim++) {
-        floats one = v_load(w->queries[group][dim]), two = v_load(w->queries[group][dim] + LANES);
+        floats queries[ROW_GROUP / LANES];
+        for (int i = 0; i < ROW_GROUP / LANES; i++)
+            queries[i] = v_load(w->queries[group][dim] + i * LANES);
         for (int k = 0; k < TOGETHER; k++) {
             floats shared = v_all(keys[k * width + dim]);
-            sums[k][0] = v_mul_add(one, shared, sums[k][0]);
-            sums[k][1] = v_mul_add(two, shared, sums[k][1]);
+            for (int i = 0; i < ROW_GROUP / LANES; i++)
+                sums[k][i] = v_mul_add(queries[i], shared, sums[k][i]);
         }
     }
-    for (int k = 0; k < TOGETHER; k++) {
-        v_store(scores + k * SUBTILE, sums[k][0]);
-        v_store(scores + k * SUBTILE + LANES, sums[k][1]);
-    }
+    for (int k = 0; k < TOGETHER; k++)
+        for (int i = 0; i < ROW_GROUP / LANES; i++)
+            v_store(scores + k * SUBTILE + i * LANES, sums[k][i]);
 }
 
 static void score(struct scratch *w, int first_row, int num_groups, int head_size, int count)
@@ -65,17 +67,16 @@ static void restrict_scores(const struct attention *a, struct scratch *w, int fi
                             int count, int is_masked)
 {
     for (int row = 0; row < num_rows; row += LANES) {
-        __m256i position = _mm256_loadu_si256((const __m256i *)(w->positions + first_row + row));
-        __m256i before = _mm256_sub_epi32(position, _mm256_set1_epi32(a->window ? a->window : INT32_MAX));
+        ints position = i_load(w->positions + first_row + row);
+        ints after = i_sub(position, i_all(-1)), before = i_sub(position, i_all(a->window ? a->window : INT32_MAX));
         for (int key = 0; key < count; key++) {
             floats scores = v_load(w->scores + key * SUBTILE + row);
             if (a->softcap > 0)
                 scores = softcapped(scores, a->scale, a->softcap);
             if (is_masked) {
-                __m256i at = _mm256_set1_epi32(first_key + key);
-                __m256i is_hidden = _mm256_or_si256(_mm256_cmpgt_epi32(at, position),
-                                                    _mm256_xor_si256(_mm256_cmpgt_epi32(at, before), _mm256_set1_epi32(-1)));
-                scores = _mm256_blendv_ps(scores, v_all(MASKED), _mm256_castsi256_ps(is_hidden));
+                ints at = i_all(first_key + key);
+                lanes is_seen = are_both(is_more(after, at), is_more(at, before));
+                scores = v_where(is_seen, scores, v_all(MASKED));
             }
             v_store(w->scores + key * SUBTILE + row, scores);
         }
@@ -117,7 +118,7 @@ static void attend_block(const struct attention *a, struct scratch *w, int row, 
         restrict_scores(a, w, row, num_rows, first_key, count, is_masked);
     weigh(w, row, num_rows, count, a->softcap > 0 ? LOG2E : a->scale * LOG2E);
     for (int r = 0; r < num_rows; r += 4)
-        for (int dim = 0; dim < width; dim += 2 * LANES)
+        for (int dim = 0; dim < width; dim += DIMS)
             sum_weighted(w->sums + (size_t)(row + r) * width + dim, w->fading + r, w->scores + r, w->values + dim, width,
                          count, SUBTILE, 1, 4);
 }
