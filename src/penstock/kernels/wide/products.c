@@ -1,8 +1,9 @@
 /* Products of rows with a matrix in bfloat16 or in codes, in float32.
  *
  * An output is a lane, and its products are added in the order of the inputs, one by one, whatever is computed beside it
- * and however the matrix lies: a row has the same result among any number of rows. Few rows use values as they are
- * made; many share a panel of them, that a thread has in its cache, and are brought to float32 once.
+ * and however the matrix lies: a row has the same result among any number of rows. With codes these are sums of a group, or of
+ * half of one. Few rows use numbers as they are made; many share a panel of them, that a thread has in its cache, and are
+ * brought to float32 once.
  */
 #include "weights.h"
 
@@ -49,44 +50,73 @@ INLINE const bf16 *row_at(const struct product *p, int row)
     return p->rows + (size_t)smaller(row, p->num_rows - 1) * p->num_inputs;
 }
 
+/* The sum of a group, or of half of one, comes to what its outputs have so far. */
+INLINE floats with_factors(floats total, floats scales, floats sum, floats lowest, const float *group_sum, const int adds_lowest)
+{
+    total = v_mul_add(scales, sum, total);
+    return adds_lowest ? v_mul_add(lowest, v_all(*group_sum), total) : total;
+}
+
+INLINE const float *group_sums_at(const struct product *p, int row, int group, const int scales)
+{
+    return p->group_sums + ((size_t)smaller(row, p->num_rows - 1) * num_groups_of(p) + group) * scales;
+}
+
 /* One row with `num_blocks` blocks of codes, as they lie. */
 INLINE void multiply_row(const struct product *p, int row, int block, const int num_blocks, const enum type type)
 {
+    const int scales = num_scales(type), pairs = NUM_PAIRS / scales;
     int num_groups = num_groups_of(p);
     const bf16 *inputs = row_at(p, row);
     const char *at[WIDE];
-    floats sums[WIDE][PIECES];
+    floats totals[WIDE][PIECES];
     for (int b = 0; b < num_blocks; b++) {
         at[b] = block_at(p, block + b, type);
-        clear(sums[b]);
+        clear(totals[b]);
     }
     for (int group = 0; group < num_groups; group++) {
-        struct factors_of_group factors[WIDE][PIECES];
-        for (int b = 0; b < num_blocks; b++) {
-            const char *codes = at[b] + group * code_bytes(type);
-            for (int h = 0; h < PIECES; h++)
-                factors[b][h] = factors_of(at[b] + num_groups * code_bytes(type), group, h, type);
-            for (size_t line = 0; line < code_bytes(type); line += 64)
-                ask_for(codes + AHEAD + line);
-        }
-#pragma GCC unroll 16
+        float x[PACKED_GROUP]; /* less by as much as the numbers are larger */
         for (int pair = 0; pair < NUM_PAIRS; pair++)
+            for (int i = 0; i < 2; i++) {
+                const int place = place_of_code(pair, i, type);
+                uint32_t bits = (uint32_t)inputs[group * PACKED_GROUP + 2 * pair + i] << 16;
+                memcpy(&x[2 * pair + i], &bits, sizeof bits);
+                if (place)
+                    x[2 * pair + i] *= 1.0f / (1 << place);
+            }
+        for (int b = 0; b < num_blocks; b++)
+            for (size_t line = 0; line < code_bytes(type); line += 64)
+                ask_for(at[b] + group * code_bytes(type) + AHEAD + line);
+#pragma GCC unroll 2
+        for (int h = 0; h < scales; h++) {
+            floats sums[WIDE][PIECES];
             for (int b = 0; b < num_blocks; b++)
-                for (int h = 0; h < PIECES; h++) {
-                    floats values[2];
-                    int at_pair = group * NUM_PAIRS + pair;
-                    pair_of_values(at[b] + group * code_bytes(type), pair, h, &factors[b][h], type, values);
-                    sums[b][h] = v_mul_add(values[0], first_of_pair(inputs, at_pair), sums[b][h]);
-                    sums[b][h] = v_mul_add(values[1], second_of_pair(inputs, at_pair), sums[b][h]);
+                clear(sums[b]);
+#pragma GCC unroll 16
+            for (int i = 0; i < pairs; i++)
+                for (int b = 0; b < num_blocks; b++)
+                    for (int piece = 0; piece < PIECES; piece++) {
+                        const int pair = h * pairs + i;
+                        floats numbers[2];
+                        pair_of_numbers(at[b] + group * code_bytes(type), pair, piece, type, numbers);
+                        sums[b][piece] = v_mul_add(numbers[0], v_all(x[2 * pair]), sums[b][piece]);
+                        sums[b][piece] = v_mul_add(numbers[1], v_all(x[2 * pair + 1]), sums[b][piece]);
+                    }
+            for (int b = 0; b < num_blocks; b++)
+                for (int piece = 0; piece < PIECES; piece++) {
+                    struct factors_of_group f = factors_of(at[b] + num_groups * code_bytes(type), group, piece, type);
+                    totals[b][piece] = with_factors(totals[b][piece], f.scales[h], sums[b][piece], f.lowest[h],
+                                                    group_sums_at(p, row, group, scales) + h, has_sum(type));
                 }
+        }
     }
     for (int b = 0; b < num_blocks; b++)
-        write_block(p, sums[b], row, block + b);
+        write_block(p, totals[b], row, block + b);
 }
 
 struct of_type {
     void (*multiply_row)(const struct product *p, int row, int block);
-    void (*unpack_group)(const struct product *p, int block, int group, float *panel);
+    void (*unpack_group)(const struct product *p, int block, int group, struct unpacked_group *to);
 };
 
 /* One of each, not one wherever it is called. */
@@ -95,9 +125,10 @@ struct of_type {
     {                                                                                                              \
         multiply_row(p, row, block, 2, TYPE);                                                                      \
     }                                                                                                              \
-    static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group, float *panel) \
+    static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group,                    \
+                                                              struct unpacked_group *to)                           \
     {                                                                                                              \
-        unpack_group(p, block_at(p, block, TYPE), group, panel, TYPE);                                             \
+        unpack_group(p, block_at(p, block, TYPE), group, to, TYPE);                                                \
     }
 EACH_TYPE(FUNCTIONS)
 
@@ -110,26 +141,37 @@ static const struct of_type types[] = {
 INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows)
 {
     const bf16 *rows[FEW_TALL];
-    floats sums[FEW_TALL][PIECES];
+    floats totals[FEW_TALL][PIECES];
+    const int scales = num_scales(p->type), adds_lowest = has_sum(p->type), pairs = NUM_PAIRS / scales;
     for (int r = 0; r < num_rows; r++) {
         rows[r] = row_at(p, row + r);
-        clear(sums[r]);
+        clear(totals[r]);
     }
     for (int group = 0; group < num_groups_of(p); group++) {
-        float panel[PACKED_GROUP][BLOCK_OUTPUTS];
-        types[p->type].unpack_group(p, block, group, panel[0]);
-        for (int pair = 0; pair < NUM_PAIRS; pair++)
-            for (int r = 0; r < num_rows; r++) {
-                floats one = first_of_pair(rows[r], group * NUM_PAIRS + pair);
-                floats two = second_of_pair(rows[r], group * NUM_PAIRS + pair);
-                for (int h = 0; h < PIECES; h++) {
-                    sums[r][h] = v_mul_add(v_load(panel[2 * pair] + h * LANES), one, sums[r][h]);
-                    sums[r][h] = v_mul_add(v_load(panel[2 * pair + 1] + h * LANES), two, sums[r][h]);
+        struct unpacked_group with;
+        types[p->type].unpack_group(p, block, group, &with);
+        for (int h = 0; h < scales; h++) {
+            floats sums[FEW_TALL][PIECES];
+            for (int r = 0; r < num_rows; r++)
+                clear(sums[r]);
+            for (int pair = h * pairs; pair < (h + 1) * pairs; pair++)
+                for (int r = 0; r < num_rows; r++) {
+                    floats one = first_of_pair(rows[r], group * NUM_PAIRS + pair);
+                    floats two = second_of_pair(rows[r], group * NUM_PAIRS + pair);
+                    for (int i = 0; i < PIECES; i++) {
+                        sums[r][i] = v_mul_add(v_load(with.numbers[2 * pair] + i * LANES), one, sums[r][i]);
+                        sums[r][i] = v_mul_add(v_load(with.numbers[2 * pair + 1] + i * LANES), two, sums[r][i]);
+                    }
                 }
-            }
+            for (int r = 0; r < num_rows; r++)
+                for (int i = 0; i < PIECES; i++)
+                    totals[r][i] = with_factors(totals[r][i], v_load(with.scales[h] + i * LANES), sums[r][i],
+                                                v_load(with.lowest[h] + i * LANES),
+                                                group_sums_at(p, row + r, group, scales) + h, adds_lowest);
+        }
     }
     for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        write_block(p, sums[r], row + r, block);
+        write_block(p, totals[r], row + r, block);
 }
 
 static void multiply_few_codes(const struct product *p, int first)
@@ -204,7 +246,10 @@ static void multiply_few(const void *of, int first, int end)
 
 /* Of one thread. */
 struct part {
-    float panel[DEEP][BLOCK_OUTPUTS];
+    union {
+        float panel[DEEP][BLOCK_OUTPUTS];
+        struct unpacked_group groups[DEEP / PACKED_GROUP];
+    };
     float sums[NUM_PANELS][PART][BLOCK_OUTPUTS];
 };
 
@@ -247,7 +292,7 @@ static void fill_panel(const struct product *p, int block, int input, int count,
 {
     if (p->type != BF16)
         for (int i = 0; i < count; i += PACKED_GROUP)
-            types[p->type].unpack_group(p, block, (input + i) / PACKED_GROUP, part->panel[i]);
+            types[p->type].unpack_group(p, block, (input + i) / PACKED_GROUP, &part->groups[i / PACKED_GROUP]);
     else
         for (int i = 0; i < count; i += LANES)
             for (int h = 0; h < PIECES; h++) {
@@ -258,26 +303,58 @@ static void fill_panel(const struct product *p, int block, int input, int count,
             }
 }
 
-/* 6 rows with a panel. Sums go on where the panel before it left them. */
-INLINE void multiply_tile(const float *rows, const struct part *part, int count, float (*kept)[BLOCK_OUTPUTS], int is_first)
+/* Adds the products of 6 rows with a panel of inputs. */
+INLINE void multiply_panel(const float *rows, float (*panel)[BLOCK_OUTPUTS], int count, floats (*sums)[PIECES])
 {
-    floats sums[TALL][PIECES];
-    for (int r = 0; r < TALL; r++)
-        for (int h = 0; h < PIECES; h++)
-            sums[r][h] = is_first ? v_zero() : v_load(kept[r] + h * LANES);
     for (int i = 0; i < count; i++) {
         floats values[PIECES];
         for (int h = 0; h < PIECES; h++)
-            values[h] = v_load(part->panel[i] + h * LANES);
+            values[h] = v_load(panel[i] + h * LANES);
         for (int r = 0; r < TALL; r++) {
             floats x = v_all(rows[i * TALL + r]);
             for (int h = 0; h < PIECES; h++)
                 sums[r][h] = v_mul_add(values[h], x, sums[r][h]);
         }
     }
+}
+
+/* Sums go on where the panel before it left them. */
+INLINE void multiply_tile(const float *rows, struct part *part, int count, float (*kept)[BLOCK_OUTPUTS], int is_first)
+{
+    floats sums[TALL][PIECES];
+    for (int r = 0; r < TALL; r++)
+        for (int h = 0; h < PIECES; h++)
+            sums[r][h] = is_first ? v_zero() : v_load(kept[r] + h * LANES);
+    multiply_panel(rows, part->panel, count, sums);
     for (int r = 0; r < TALL; r++)
         for (int h = 0; h < PIECES; h++)
             v_store(kept[r] + h * LANES, sums[r][h]);
+}
+
+/* The same with codes, whose sums are kept with their factors. */
+INLINE void multiply_codes(const struct product *p, const float *rows, int row, int input, struct part *part, int count,
+                           float (*kept)[BLOCK_OUTPUTS], const int scales, const int adds_lowest)
+{
+    const int inputs = PACKED_GROUP / scales;
+    for (int r = 0; r < TALL && !input; r++)
+        for (int h = 0; h < PIECES; h++)
+            v_store(kept[r] + h * LANES, v_zero());
+    for (int i = 0; i < count; i += inputs) {
+        struct unpacked_group *with = &part->groups[i / PACKED_GROUP];
+        int h = i % PACKED_GROUP / inputs;
+        floats sums[TALL][PIECES];
+        for (int r = 0; r < TALL; r++)
+            clear(sums[r]);
+        multiply_panel(rows + i * TALL, with->numbers + h * inputs, inputs, sums);
+        for (int piece = 0; piece < PIECES; piece++) {
+            floats scale = v_load(with->scales[h] + piece * LANES), lowest = v_load(with->lowest[h] + piece * LANES);
+            for (int r = 0; r < TALL; r++) {
+                float *total = kept[r] + piece * LANES;
+                const float *group_sum = group_sums_at(p, row + r, (input + i) / PACKED_GROUP, scales) + h;
+                v_store(total, with_factors(v_load(total), scale, sums[r][piece], lowest, group_sum, adds_lowest));
+            }
+        }
+    }
 }
 
 static void multiply_item(const struct many_rows *job, struct part *part, int item)
@@ -291,7 +368,13 @@ static void multiply_item(const struct many_rows *job, struct part *part, int it
             for (int tile = 0; tile < job->num_tiles; tile++) {
                 const float *rows = job->turned + ((size_t)tile * p->num_inputs + input) * TALL;
                 float(*kept)[BLOCK_OUTPUTS] = part->sums[i] + tile * TALL;
-                multiply_tile(rows, part, count, kept, !input);
+                int row = job->first_row + tile * TALL;
+                if (p->type == BF16)
+                    multiply_tile(rows, part, count, kept, !input);
+                else if (num_scales(p->type) == 1)
+                    multiply_codes(p, rows, row, input, part, count, kept, 1, has_sum(p->type));
+                else
+                    multiply_codes(p, rows, row, input, part, count, kept, 2, has_sum(p->type));
                 for (int r = 0; is_last && r < smaller(TALL, p->num_rows - job->first_row - tile * TALL); r++) {
                     floats values[PIECES];
                     for (int h = 0; h < PIECES; h++)
@@ -327,10 +410,29 @@ static void multiply_many(const struct product *p)
     }
 }
 
+/* What the lowest value of a group, or of half of one, is multiplied with: the sum of its inputs. It has one order for any registers. */
+static void sum_groups(const void *of, int first, int end)
+{
+    const struct product *p = of;
+    const int inputs = PACKED_GROUP / num_scales(p->type);
+    size_t num_sums = p->num_inputs / inputs;
+    for (size_t at = first * num_sums; at < end * num_sums; at++) {
+        float sums[PACKED_GROUP];
+        for (int i = 0; i < inputs; i += LANES)
+            v_store(sums + i, load_floats(p->rows + at * inputs + i, LANES));
+        for (int half = inputs / 2; half; half /= 2)
+            for (int i = 0; i < half; i++)
+                sums[i] += sums[i + half];
+        p->group_sums[at] = sums[0];
+    }
+}
+
 void penstock_multiply(const struct product *p)
 {
     int num_columns = last_block(p) / WIDE + 1;
     size_t bytes = (size_t)WIDE * BLOCK_OUTPUTS * p->num_inputs; /* about */
+    if (p->type != BF16 && has_sum(p->type))
+        share_rows(sum_groups, p, p->num_rows, sizeof(bf16) * p->num_inputs, p->parallel, p->num_threads);
     if (p->num_rows <= FEW_ROWS)
         share_rows(multiply_few, p, num_columns, bytes, p->parallel, p->num_threads);
     else
@@ -346,10 +448,13 @@ static void unpack_wanted(const void *of, int first, int end)
     for (int row = first; row < end; row++) {
         int lane = u->ids[row] % BLOCK_OUTPUTS, block = u->ids[row] / BLOCK_OUTPUTS;
         for (int input = 0; input < u->num_inputs; input += PACKED_GROUP) {
-            float panel[PACKED_GROUP][BLOCK_OUTPUTS], values[PACKED_GROUP];
-            types[u->type].unpack_group(&p, block, input / PACKED_GROUP, panel[0]);
-            for (int i = 0; i < PACKED_GROUP; i++)
-                values[i] = panel[i][lane];
+            struct unpacked_group with;
+            float values[PACKED_GROUP];
+            types[u->type].unpack_group(&p, block, input / PACKED_GROUP, &with);
+            for (int i = 0; i < PACKED_GROUP; i++) {
+                int h = i * num_scales(u->type) / PACKED_GROUP;
+                values[i] = with.numbers[i][lane] * with.scales[h][lane] + with.lowest[h][lane];
+            }
             for (int i = 0; i < PACKED_GROUP; i += LANES)
                 store_floats(u->out + (size_t)row * u->num_inputs + input + i, v_load(values + i), LANES);
         }

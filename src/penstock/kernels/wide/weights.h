@@ -1,7 +1,7 @@
 /* Values of a matrix in float32, 16 outputs side by side, whether it lies in bfloat16 or in codes.
  *
- * A value is the number of its code times the scale, plus the lowest value of its group, as the format says: whoever multiplies
- * with it has the same value.
+ * Products with codes are of their numbers, which are whole: the scale of a group, and the lowest value of it times the sum of its
+ * inputs, come in once. Whoever multiplies adds up in this order.
  */
 
 #include "blocks.h"
@@ -9,7 +9,7 @@
 #define PIECES (BLOCK_OUTPUTS / LANES) /* registers of a block */
 #define AHEAD 4096 /* bytes that are asked for before they are needed, into the second cache */
 
-/* The same, with what a code's number is less than the code in the lowest value: one multiplication gives the value. */
+/* What the sums of a group, or of its halves, are multiplied with. What a code's number is less than the code is in the lowest value. */
 INLINE struct factors_of_group factors_of(const char *block, int group, const int piece, const enum type type)
 {
     struct format format = format_of(type);
@@ -19,51 +19,72 @@ INLINE struct factors_of_group factors_of(const char *block, int group, const in
     return f;
 }
 
+INLINE int has_sum(const enum type type) { return has_lowest(type) || format_of(type).offset; }
+
+/* Where a code lies that is made of a word of 32 bits: as low planes have it, so that few are moved, and never in the sign. Its number
+ * is that many times as large. */
+INLINE int place_of_code(const int pair, const int which, const enum type type)
+{
+    const int low = format_of(type).low, high = format_of(type).high, place = 16 * which + pair * low % 16;
+    return low == 8 || book_of(type) ? 0 : smaller(place, 30 - low - high);
+}
+
 /* Codes of one input of a pair, from words of 32 bits that hold both. */
 INLINE ints codes_of_plane(const char *codes, const int pair, const int piece, const int which, const int bits, const int to)
 {
     ints words = i_load(codes + pair * bits / 16 * 64 + piece * 4 * LANES);
     const int at = 16 * which + pair * bits % 16 - to;
-    words = at < 0 ? i_left(words, -at) : i_right(words, at);
+    if (at)
+        words = at < 0 ? i_left(words, -at) : i_right(words, at);
     return i_and(words, ((1 << bits) - 1) << to);
 }
 
-/* The values of both inputs of a pair, for a register of outputs of a block. */
-INLINE void pair_of_values(const char *codes, const int pair, const int piece, const struct factors_of_group *f,
-                           const enum type type, floats *values)
+/* The numbers of both inputs of a pair, as large as their places make them, for a register of outputs of a block. */
+INLINE void pair_of_numbers(const char *codes, const int pair, const int piece, const enum type type, floats *values)
 {
     const int low = format_of(type).low, high = format_of(type).high;
-    const int of = num_scales(type) * pair / NUM_PAIRS;
     ints numbers[2];
     if (low == 8) {
         ints both = i_shorts(codes + 2 * BLOCK_OUTPUTS * pair + 2 * LANES * piece);
         numbers[0] = i_signed_right(i_left(both, 24), 24), numbers[1] = i_signed_right(both, 8);
     } else
         for (int i = 0; i < 2; i++) {
-            numbers[i] = codes_of_plane(codes, pair, piece, i, low, 0);
+            const int place = place_of_code(pair, i, type);
+            numbers[i] = codes_of_plane(codes, pair, piece, i, low, place);
             if (high)
-                numbers[i] = i_or(numbers[i], codes_of_plane(codes + low * PLANE_BYTES, pair, piece, i, high, low));
+                numbers[i] = i_or(numbers[i], codes_of_plane(codes + low * PLANE_BYTES, pair, piece, i, high, place + low));
             if (book_of(type))
                 numbers[i] = i_in_book(numbers[i], book_of(type));
         }
-    int has_sum = has_lowest(type) || format_of(type).offset;
     for (int i = 0; i < 2; i++)
-        values[i] = has_sum ? v_mul_add(v_of_ints(numbers[i]), f->scales[of], f->lowest[of])
-                            : v_mul(v_of_ints(numbers[i]), f->scales[of]);
+        values[i] = v_of_ints(numbers[i]);
 }
 
-/* A group of a block; `panel`: [32 inputs, 16 outputs]. */
-INLINE void unpack_group(const struct product *p, const char *block, int group, float *panel, const enum type type)
+/* Of a group of a block, or of the same for several rows: 32 inputs, then their factors, 16 outputs side by side. */
+struct unpacked_group {
+    float numbers[PACKED_GROUP][BLOCK_OUTPUTS];
+    float scales[2][BLOCK_OUTPUTS], lowest[2][BLOCK_OUTPUTS];
+};
+
+INLINE void unpack_group(const struct product *p, const char *block, int group, struct unpacked_group *to, const enum type type)
 {
     const char *factors_at = block + num_groups_of(p) * code_bytes(type);
     for (int piece = 0; piece < PIECES; piece++) {
         struct factors_of_group factors = factors_of(factors_at, group, piece, type);
+        for (int h = 0; h < num_scales(type); h++) {
+            v_store(to->scales[h] + piece * LANES, factors.scales[h]);
+            v_store(to->lowest[h] + piece * LANES, factors.lowest[h]);
+        }
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++) {
             floats values[2];
-            pair_of_values(block + group * code_bytes(type), pair, piece, &factors, type, values);
-            v_store(panel + 2 * pair * BLOCK_OUTPUTS + piece * LANES, values[0]);
-            v_store(panel + (2 * pair + 1) * BLOCK_OUTPUTS + piece * LANES, values[1]);
+            pair_of_numbers(block + group * code_bytes(type), pair, piece, type, values);
+            for (int i = 0; i < 2; i++) {
+                const int place = place_of_code(pair, i, type);
+                if (place)
+                    values[i] = v_mul(values[i], v_all(1.0f / (1 << place)));
+                v_store(to->numbers[2 * pair + i] + piece * LANES, values[i]);
+            }
         }
     }
 }
