@@ -226,6 +226,39 @@ static void run_step(int is_wide)
         write_numbers("hidden", is_wide, narrow, ROWS * WIDTH);
 }
 
+/* A router and its experts, of codes or in bfloat16. */
+static void run_mixture(enum type type)
+{
+    enum { WIDTH = 256, INNER = 288, EXPERTS = 6, ACTIVE = 3, ROWS = 45 };
+    const bf16 *rows = numbers(ROWS * WIDTH), *router = numbers((EXPERTS + 16) * WIDTH);
+    float *logits = memory(sizeof(float) * ROWS * EXPERTS), *weights = memory(sizeof(float) * ROWS * ACTIVE);
+    float *whole = memory(sizeof(float) * ROWS * WIDTH), *part = memory(sizeof(float) * ROWS * WIDTH);
+    int32_t *experts = memory(sizeof(int32_t) * ROWS * ACTIVE);
+    struct routing r = {.rows = rows, .router = router, .logits = logits, .experts = experts, .weights = weights,
+                        .parallel = together, .num_tokens = ROWS, .num_inputs = WIDTH, .num_experts = EXPERTS,
+                        .num_active = ACTIVE, .num_threads = 3};
+    penstock_route(&r);
+    write_floats("routed", type, weights, ROWS * ACTIVE);
+    struct of_experts up = {.type = type, .num_inputs = WIDTH, .num_outputs = INNER}, down = up;
+    down.num_inputs = INNER, down.num_outputs = WIDTH;
+    up.bytes = type == BF16 ? sizeof(bf16) * WIDTH * INNER : INNER / 16 * block_bytes(type, WIDTH / PACKED_GROUP);
+    down.bytes = type == BF16 ? up.bytes : (int64_t)WIDTH / 16 * block_bytes(type, INNER / PACKED_GROUP);
+    up.weight = type == BF16 ? numbers((EXPERTS + 1) * WIDTH * INNER) : (void *)some_blocks(type, WIDTH, EXPERTS * INNER / 16);
+    down.weight = type == BF16 ? numbers((EXPERTS + 1) * WIDTH * INNER) : (void *)some_blocks(type, INNER, EXPERTS * WIDTH / 16);
+    struct mixture m = {.rows = rows, .experts = experts, .weights = weights, .out = whole, .parallel = together, .gate = up,
+                        .up = up, .down = down, .num_tokens = ROWS, .num_active = ACTIVE, .num_experts = EXPERTS,
+                        .num_threads = 3};
+    m.workspace = memory(penstock_mixture_bytes(&m));
+    penstock_mix(&m);
+    write_floats("mixed", type, whole, ROWS * WIDTH);
+    for (int token = 0; token < ROWS; token++) {
+        m.rows = rows + token * WIDTH, m.experts = experts + token * ACTIVE, m.weights = weights + token * ACTIVE;
+        m.num_tokens = 1, m.out = part + token * WIDTH;
+        penstock_mix(&m);
+    }
+    must_equal("mixed", type, 1, part, whole, sizeof(float) * ROWS * WIDTH);
+}
+
 int main(void)
 {
     if (!penstock_is_supported())
@@ -239,5 +272,7 @@ int main(void)
     run_attention(2, (struct model){.head_size = 256, .softcap = 30});
     run_step(0);
     run_step(1);
+    run_mixture(BF16);
+    run_mixture(Q4_0);
     return num_faults > 0;
 }

@@ -13,7 +13,7 @@ DRIVER = Path(__file__).with_name("kernels_driver.c")
 COMPILERS = {"avx2": "gcc", "neon": "aarch64-linux-gnu-gcc"}
 RUNNERS = {"avx2": [], "neon": ["qemu-aarch64"]}
 TIMEOUT_S = 600  # of a compiler or an emulated processor on a busy machine
-BY_LANES = ("single", "normed", "gated", "hidden")  # sums in as many parts as a register has lanes
+BY_LANES = ("single", "normed", "gated", "hidden", "routed", "mixed")  # sums in as many parts as a register has lanes
 
 
 def results(kind: str, folder: Path) -> dict[str, np.ndarray]:
