@@ -29,11 +29,19 @@ class QuantizedPart:
 
     def fill(self, outputs_N: np.ndarray, groups: Groups) -> None:
         """Takes rows; outputs are those of the whole matrix."""
-        blocks, (block, lane) = self._blocks(), np.divmod(outputs_N - self.first, LANES)
-        for name, codes in _packed(groups.codes_NI, self.kind).items():
-            blocks["codes"][name][block, :, :, lane] = codes
-        for name in groups.factors_NR.dtype.names or ():
-            blocks["factors"][name][block, ..., lane] = groups.factors_NR[name]
+        blocks, outputs_N = self._blocks(), outputs_N - self.first
+        fields = [(blocks["factors"][name], groups.factors_NR[name]) for name in groups.factors_NR.dtype.names or ()]
+        for name, words_NGW in _packed(groups.codes_NI, self.kind).items():
+            fields.append((blocks["codes"][name].view(words_NGW.dtype)[..., 0], words_NGW))
+        first, count = outputs_N[0], len(outputs_N)
+        if first % LANES == count % LANES == 0 and np.array_equal(outputs_N, np.arange(first, first + count)):
+            for stored, values in fields:  # whole blocks
+                of_block = values.reshape(-1, LANES, *values.shape[1:])
+                stored[first // LANES : (first + count) // LANES] = np.moveaxis(of_block, 1, -1)
+            return
+        block, lane = np.divmod(outputs_N, LANES)
+        for stored, values in fields:
+            stored[block, ..., lane] = values
 
     def values(self, outputs_N: np.ndarray) -> np.ndarray:
         """Gives those rows in float32."""
@@ -50,18 +58,21 @@ class QuantizedPart:
 
 
 def _packed(codes_NI: np.ndarray, kind: Type) -> dict[str, np.ndarray]:
-    """Planes of [N, G, words, input of a pair]."""
-    layout, shape = LAYOUTS[kind], (len(codes_NI), -1)
+    """Planes of [N, G, words], each with both inputs of some pairs."""
+    layout, shape = LAYOUTS[kind], (len(codes_NI), codes_NI.shape[1] // GROUP, -1)
     if layout.bits == 8:
-        return {"low": codes_NI.reshape(*shape, GROUP // 2, 2)}
+        return {"low": np.ascontiguousarray(codes_NI).view("<u2").reshape(shape)}
     planes = {}
     for name, bits, below in (("low", layout.low, 0), ("high", layout.high, layout.low)):
         if bits:
-            parts = codes_NI.reshape(*shape, bits, 16 // bits, 2) >> below & (1 << bits) - 1
-            words = np.zeros((*parts.shape[:3], 2), np.uint16)
-            for index in range(16 // bits):
-                words |= parts[..., index, :].astype(np.uint16) << bits * index
-            planes[name] = words
+            four_pairs = (codes_NI >> np.uint8(below) & np.uint8((1 << bits) - 1)).view("<u8")
+            four_pairs |= four_pairs >> np.uint64(16 - bits)
+            two_pairs = four_pairs.view("<u4")  # the first inputs of both are in one byte, the second in the next
+            two_pairs = (two_pairs & 0xFF | (two_pairs & 0xFF00) << 8).reshape(-1, 8 // bits)
+            words = two_pairs[:, 0].copy()
+            for index in range(1, 8 // bits):
+                words |= two_pairs[:, index] << np.uint32(2 * bits * index)
+            planes[name] = words.reshape(shape)
     return planes
 
 
