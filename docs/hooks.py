@@ -156,6 +156,23 @@ def gguf_types() -> str:
     return _table(("type", "bits of a value in the file", "in memory", "on a CPU"), rows)
 
 
+def gguf_architectures() -> str:
+    """Says which matrices of an architecture stay in their types: all of them, so that types need no column each."""
+    rows = []
+    for name, family in ARCHITECTURES.items():
+        stems = set(family.block_names)
+        has = {
+            "attention and MLPs": True,
+            "experts": "expert_count" in {*family.integers.values(), *family.reads} or name == "llama",
+            "recurrent layers": bool(stems & {"ssm_out", "shortconv.in_proj"} and family.kinds),
+            "inputs of layers": "inp_gate" in stems,
+        }
+        rows.append(
+            (_code(name), _code(family.model_type), ", ".join(part for part, is_there in has.items() if is_there))
+        )
+    return _table(("architecture", "`model_type`", "kept in each of the types above"), rows)
+
+
 def _is_read(kind: GGMLQuantizationType, block_bytes: int) -> bool:
     try:
         dequantize(np.zeros((1, block_bytes), np.uint8), kind)
@@ -323,6 +340,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "image-families": image_families,
     "measured-families": measured_families,
     "gguf-types": gguf_types,
+    "gguf-architectures": gguf_architectures,
     "sampling-settings": sampling_settings,
     "prefill-progress": fields_of(PrefillProgress),
     "token": fields_of(Token),

@@ -17,6 +17,7 @@ from tiny_models import save_tiny_model
 
 COMMIT = "c0ffee" * 6 + "1234"
 PICKLE = "pytorch_model.bin"
+PARTS = ["model-bf16-00001-of-00002.gguf", "model-bf16-00002-of-00002.gguf"]
 PADDING = 24 << 20  # the client writes ten megabytes at a time, and goes on after what it wrote
 
 
@@ -101,7 +102,7 @@ def hub(tmp_path_factory):
     (folder / "tiny" / "pickled" / PICKLE).write_bytes(b"")
     many = folder / "tiny" / "files"
     (many / "low").mkdir(parents=True)
-    for name in ("model-Q8_0.gguf", "low/model-Q4_K_M.gguf", "model-bf16-00001-of-00002.gguf"):
+    for name in ("model-Q8_0.gguf", "low/model-Q4_K_M.gguf", *PARTS):
         small_gguf(many / name)
     server = Hub(folder)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -174,13 +175,20 @@ def test_one_gguf_is_fetched_by_a_part_of_its_name(models, tmp_path):
 
 
 @pytest.mark.evidence
+def test_all_parts_of_a_gguf_are_fetched(models):
+    done = models("download", "tiny/files", "--gguf", "bf16")
+    assert done.returncode == 0, done.stderr
+    fetched = Path(done.stdout.strip())
+    assert (fetched.name, sorted(path.name for path in fetched.parent.glob("*.gguf"))) == (PARTS[0], PARTS)
+
+
+@pytest.mark.evidence
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("download", "tiny/pickled"), "no safetensors; it has no GGUF either"),
         (("download", "tiny/files"), "choose one with --gguf: low/model-Q4_K_M.gguf"),
         (("download", "tiny/files", "--gguf", "Q"), "fits 2 files"),
-        (("download", "tiny/files", "--gguf", "bf16"), "part of a split GGUF"),
         (("download", "tiny/nothing"), "the hub has no such model"),
         (("remove", "smollm2"), "pip uninstall"),
         (("remove", "../../tmp"), "is not in the hub's cache"),

@@ -21,9 +21,9 @@ from penstock.models.files import (
     asking_hub,
     hub_snapshot,
     resolve,
+    with_parts,
 )
-
-SPLIT = "-of-"  # in the names of a GGUF's parts
+from penstock.models.gguf import is_first
 
 
 def download(model: str, gguf: str | None = None) -> Path:
@@ -35,11 +35,12 @@ def download(model: str, gguf: str | None = None) -> Path:
 
     with asking_hub(model):
         listed: dict[str, Any] = {file.filename: file for file in snapshot_download(model, dry_run=True)}
-    ggufs = sorted(name for name in listed if name.endswith(".gguf"))
+    ggufs = sorted(name for name in listed if name.endswith(".gguf") and is_first(Path(name)))
     file = None if gguf is None else _chosen(model, ggufs, gguf)
-    names = (
-        [file] if file else list(filter_repo_objects(listed, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
-    )
+    if file is None:
+        names = list(filter_repo_objects(listed, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
+    else:
+        names = [name for name in listed if fnmatch(name, with_parts(file))]
     if file is None and not any(name.endswith(".safetensors") for name in names):
         raise InvalidModelFile(f"{model!r} on the hub has no safetensors; {_choice(ggufs)}.")
     missing = [listed[name].file_size for name in names if listed[name].will_download]
@@ -94,8 +95,6 @@ def _chosen(model: str, ggufs: list[str], pattern: str) -> str:
     found = [name for name in ggufs if fnmatch(name.lower(), glob.lower())]
     if len(found) != 1:
         raise InvalidSetting(f"--gguf {pattern} fits {len(found)} files of {model!r}; {_choice(found or ggufs)}.")
-    if SPLIT in found[0]:
-        raise InvalidModelFile(f"{found[0]!r} is a part of a split GGUF, which is not read; choose a whole one.")
     return found[0]
 
 

@@ -252,7 +252,7 @@ def hub_snapshot(model: str, weights: bool, file: str | None = None) -> Path:
     """The hub's files, from its cache when the network is away. Pickles are never asked for; `file`: it alone is."""
     from huggingface_hub import snapshot_download
 
-    patterns = [re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else HUB_PATTERNS if weights else ["config.json"]
+    patterns = [with_parts(file)] if file else HUB_PATTERNS if weights else ["config.json"]
     with asking_hub(model):
         return Path(
             snapshot_download(
@@ -262,6 +262,11 @@ def hub_snapshot(model: str, weights: bool, file: str | None = None) -> Path:
                 local_files_only=bool(file) and not weights,
             )
         )
+
+
+def with_parts(name: str) -> str:
+    """Gives the pattern of a GGUF's name and of those of its other parts."""
+    return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", name)
 
 
 @contextmanager
