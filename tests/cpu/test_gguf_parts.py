@@ -2,14 +2,17 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from gguf_models import CASES, write_gguf
 from logit_recorder import LogitRecorder
 from tiny_models import CONFIGS, prompt, save_tiny_model
 
+import penstock
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidModelFile
+from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.files import resolve
 
 
@@ -58,6 +61,23 @@ def test_a_part_that_is_missing_or_of_another_model_is_named(made):
     first.rename(alone)
     with pytest.raises(InvalidModelFile, match="its name does not say so"):
         resolve(str(alone))
+
+
+def test_the_tower_of_images_beside_a_model_is_said_to_be_left_aside(made):
+    whole, _ = made
+    plain = penstock.plan(str(whole), prompt_tokens=50, memory="4GiB").prompt.adjustments
+    tower = whole.with_name("mmproj-model-f16.gguf")
+    writer = GGUFWriter(tower, "clip")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 3, 2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = penstock.plan(str(whole), prompt_tokens=50, memory="4GiB").prompt.adjustments
+    assert len(said) == len(plain) + 1
+    assert "mmproj-model-f16.gguf is left aside" in " ".join(said)
+    with pytest.raises(UnsupportedModel, match="the tower of an image-text model alone"):
+        resolve(str(tower))
 
 
 def test_names_that_promise_too_many_parts_are_refused(made):

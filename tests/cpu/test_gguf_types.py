@@ -58,4 +58,4 @@ def test_a_file_in_a_rare_type_is_expanded_to_the_values_of_the_gguf_package(kin
     with Engine.load(str(path), memory="4GiB", threads=1, dtype="bfloat16") as engine:
         assert engine.generate(prompt(20), max_tokens=3, ignore_eos=True).finish_reason == "length"
     plan = penstock.plan(str(path), prompt_tokens=100, memory="4GiB", dtype="bfloat16")
-    assert any(f"weights in {kind.name} are expanded" in one for one in plan.adjustments)
+    assert any(f"weights in {kind.name} are expanded" in one for one in plan.prompt.adjustments)

@@ -58,6 +58,11 @@ def architecture(gguf: GgufFile) -> tuple[str, Architecture]:
         raise InvalidModelFile(
             f"{gguf.path} does not say its general.architecture ({brief(name)}); convert the model again."
         )
+    if name == "clip":
+        raise UnsupportedModel(
+            f"{gguf.path} holds the tower of an image-text model alone; pass the GGUF of its text part, or the model's "
+            "safetensors folder to read images."
+        )
     if name not in ARCHITECTURES:
         raise UnsupportedModel(
             f"{gguf.path} holds the architecture {brief(name)}; GGUF is read for {', '.join(ARCHITECTURES)}, "
