@@ -1,9 +1,11 @@
 """The page in a real browser: ask, watch chunks, stop, resume, open a trace, with the keyboard and on a phone."""
 
+import json
 import shutil
 
 import pytest
 from hang_bound import HANG_S, within
+from scripted_model import call, playing
 from server_process import serving
 from tiny_chat_model import save_tiny_chat_model
 
@@ -114,6 +116,32 @@ def test_a_refusal_is_shown(page):
     page.click("#send")
     assert "4096" in says(page, "#stats", "tokens")
     assert page.get_attribute("#stats", "class") == "bad"
+
+
+def test_thoughts_and_calls_are_shown_apart_from_the_text(browser, tmp_path):
+    written = "<think>Where is it?</think>I look.\n" + call("weather", city="Paris") + call("weather", city="<b>")
+    with playing(tmp_path, [written, "Mild."], "--reasoning-parser", "think") as thinking:
+        page = browser.new_page()
+        page.set_default_timeout(HANG_S * 1000)
+        page.goto(thinking.url)
+        page.wait_for_selector("#state.live")
+        page.click("summary")
+        page.fill("#tools", "[")
+        page.click("#send")
+        says(page, "#stats", "The tools are no JSON")
+        function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+        page.fill("#tools", json.dumps([{"type": "function", "function": function}]))
+        page.click("#send")
+        says(page, "#stats", "wrote")
+        assert page.text_content("#thinking") == "Where is it?"
+        assert page.text_content("#answer") == "I look."
+        assert page.locator(".call").all_text_contents() == ['weather{"city": "Paris"}', 'weather{"city": "<b>"}']
+        page.fill("#tools", "")
+        page.click("#send")
+        says(page, "#answer", "Mild.")
+        assert page.is_hidden("#thoughts")
+        assert page.locator(".call").count() == 0
+        page.close()
 
 
 def test_a_saved_trace_opens_on_the_same_page(page, tmp_path):
