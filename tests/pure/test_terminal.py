@@ -1,3 +1,4 @@
+import gc
 import io
 
 import pytest
@@ -7,7 +8,7 @@ from rich.text import Text
 
 import penstock
 from penstock.cli.plan import show_chart
-from penstock.cli.terminal import ShownAnswer, in_lines, progress_console, report_console
+from penstock.cli.terminal import ShownAnswer, importing, in_lines, progress_console, report_console
 
 
 @pytest.mark.parametrize("columns", [None, "", "80"])
@@ -76,3 +77,15 @@ def test_a_summary_breaks_between_what_it_says(columns, num_lines):
     lines = in_lines(PARTS, columns).split("\n")
     assert len(lines) == num_lines
     assert [part for line in lines for part in line.split("; ")] == PARTS
+
+
+def test_what_is_imported_is_never_looked_through_for_garbage():
+    collections, frozen = gc.get_stats()[2]["collections"], gc.get_freeze_count()
+    try:
+        with importing():
+            assert [[index] for index in range(200_000)]
+            assert gc.get_stats()[2]["collections"] == collections
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()

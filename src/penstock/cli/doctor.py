@@ -9,7 +9,7 @@ import typer
 
 from penstock.cli.flags import Json, Model
 from penstock.cli.settings import ENGINE, engine_config, with_settings
-from penstock.cli.terminal import EXIT_OK, EXIT_REFUSED, progress_console
+from penstock.cli.terminal import EXIT_OK, EXIT_REFUSED, importing, progress_console
 from penstock.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def doctor(
 
     out, progress = Console(highlight=False, soft_wrap=True, quiet=json), progress_console()
     with progress.status("looking at this machine"):
-        from penstock.doctor.machine import MachineFacts, diagnose_machine
-        from penstock.doctor.model import diagnose_model
-        from penstock.doctor.report import DoctorReport
-        from penstock.doctor.speed import diagnose_speed
-
+        with importing():
+            from penstock.doctor.machine import MachineFacts, diagnose_machine
+            from penstock.doctor.model import diagnose_model
+            from penstock.doctor.report import DoctorReport
+            from penstock.doctor.speed import diagnose_speed
         facts = MachineFacts.here(config, _torch_uses_gpu)
         diagnoses = diagnose_machine(facts)
     _show(out, "this machine", diagnoses)

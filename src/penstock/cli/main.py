@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from typing import Annotated
 
@@ -47,6 +49,7 @@ def root(
 
 
 def main() -> None:
+    atexit.register(gc.freeze)  # what ends with the process need not be looked through for garbage first
     try:
         app(standalone_mode=True)
     except PenstockError as error:

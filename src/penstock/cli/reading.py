@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from penstock.cli.terminal import ShownAnswer, duration, in_lines
+from penstock.cli.terminal import ShownAnswer, duration, importing, in_lines
 from penstock.config import MB, EngineConfig
 from penstock.errors import PenstockError
 from penstock.plan.memory import over_budget
@@ -26,9 +26,9 @@ FIRST_CHUNK = ("the first chunk",)  # of which nothing is known before it ends
 @contextmanager
 def loaded(model: str, config: EngineConfig, console: Console, trace: Path | None) -> Generator[Engine]:
     with console.status(f"loading {model}"):  # importing torch is most of it, for a small model
-        from penstock.engine.engine import Engine
-        from penstock.engine.loading import load_model
-
+        with importing():
+            from penstock.engine.engine import Engine
+            from penstock.engine.loading import load_model
         engine = Engine(load_model(model, config), trace=trace)
     try:
         yield engine

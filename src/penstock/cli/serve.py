@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.flags import Model, TraceFile
 from penstock.cli.settings import ENGINE, SERVER, SHARING, engine_config, with_settings
+from penstock.cli.terminal import importing
 from penstock.config import DEFAULT_MODEL, MIB
 from penstock.errors import InvalidSetting
 from penstock.ray import require_ray
@@ -64,8 +65,9 @@ def serve(
     """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
     config = engine_config(settings)
     try:
-        from penstock.server.app import make_app
-        from penstock.server.process import serve as serve_until_told
+        with importing():
+            from penstock.server.app import make_app
+            from penstock.server.process import serve as serve_until_told
     except ModuleNotFoundError as error:
         raise InvalidSetting(f"Serving needs {error.name}. Install penstock[serve].") from None
 

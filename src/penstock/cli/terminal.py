@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,6 +76,17 @@ class ShownAnswer:
         if self.is_interrupted:
             raise KeyboardInterrupt
         self.is_interrupted = True
+
+
+@contextmanager
+def importing() -> Generator[None]:
+    """Imports what stays, without looking for garbage among it then or later: a fifth of a start is spent on that."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def progress_console() -> Console:
