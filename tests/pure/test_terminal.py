@@ -89,3 +89,14 @@ def test_what_is_imported_is_never_looked_through_for_garbage():
         assert gc.get_freeze_count() > frozen
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_answer_cannot_move_the_cursor_of_a_terminal(is_terminal, monkeypatch):
+    printed = io.StringIO()
+    monkeypatch.setattr(printed, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", printed)
+    written = "A\x1b]0;title\x07\r\x9b2Jé\tb\n"
+    with ShownAnswer(Console(file=io.StringIO())) as answer:
+        answer.write(written)
+    assert printed.getvalue() == ("A\ufffd]0;title\ufffd\ufffd\ufffd2Jé\tb\n" if is_terminal else written) + "\n"

@@ -60,7 +60,7 @@ class Conversation:
         }
 
     def run(self, who: str) -> None:
-        self._console.print(f"{who}. An empty line or Ctrl-D ends the chat, /help says more.", style="dim")
+        self._console.print(f"{who}. An empty line ends the chat; /help says more.", style="dim")
         while True:
             known = [*self.messages, {"role": "user", "content": f"{self._document}\n\n" if self._document else ""}]
             is_ahead = self._read_ahead is not None and (self._document or self._is_unread) and not self._images

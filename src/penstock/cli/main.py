@@ -20,7 +20,7 @@ from penstock.cli.models import models
 from penstock.cli.plan import plan
 from penstock.cli.run import run
 from penstock.cli.serve import serve
-from penstock.cli.terminal import EXIT_INTERRUPTED, EXIT_REFUSED
+from penstock.cli.terminal import EXIT_INTERRUPTED, EXIT_REFUSED, shown_at
 from penstock.cli.trace import trace
 from penstock.errors import PenstockError
 
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except PenstockError as error:
-        typer.echo(f"penstock: {error}", err=True)
+        typer.echo(f"penstock: {shown_at(sys.stderr, str(error))}", err=True)
         sys.exit(EXIT_REFUSED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; there is nobody to tell

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 PIPE_COLUMNS = 200
+# Characters that move a cursor, colour a screen or set its title: a document may make a model write them.
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 BAR_COLUMNS = 20  # left to the word before the bar and to the bar itself
 
 
@@ -65,7 +67,7 @@ class ShownAnswer:
         self._close_bar()
         self.text += text
         if self._shows_text and text:
-            print(text, end="", flush=True)
+            print(shown_at(sys.stdout, text), end="", flush=True)
 
     def _close_bar(self) -> None:
         if self._task is not None:
@@ -76,6 +78,11 @@ class ShownAnswer:
         if self.is_interrupted:
             raise KeyboardInterrupt
         self.is_interrupted = True
+
+
+def shown_at(output: TextIO, text: str) -> str:
+    """Marks what a terminal would obey; a file or a pipe gets the text as it is."""
+    return text.translate(CONTROLS) if output.isatty() else text
 
 
 @contextmanager
