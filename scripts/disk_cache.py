@@ -1,10 +1,12 @@
 """What a cache folder gives back to other processes, and what it survives.
 
-`python scripts/disk_cache.py PART [MODEL] [--tokens N] [--number N]`. Parts: `reuse` (the first token of a prompt, cold
-and from disk), `cost` (what storing takes of reading), `killed` (a process that dies at 80 % of a prompt), `kills`
-(processes that die anywhere), `damage` (files that changed), `mixed` (prompts in random order in two processes) and
-`budget` (the folder, watched while it is full). Each compares all tokens with a run without the folder and prints its
-figures. It exits with 1 where tokens differ, a request fails or the budget is passed.
+`python scripts/disk_cache.py PART [MODEL] [--tokens N] [--number N] [--most BYTES]`. Each part compares all tokens with
+a run without the folder and prints its figures. It exits with 1 where tokens differ, a request fails or the budget is
+passed.
+
+reuse: the first token of a prompt, cold and from disk. cost: what storing takes of reading. killed: a process that dies
+at 80 % of a prompt. kills: processes that die anywhere. damage: files that changed. mixed: prompts in random order in
+two processes. budget: the folder, watched while it is full.
 """
 
 from __future__ import annotations
@@ -221,6 +223,7 @@ def mixed(model: str, folder: Path, lengths: Sequence[int] = tuple(range(1024, 1
             hits.append(answer["disk"] > 0)
             seconds.append(answer["ttft_s"])
         seen.add(length)
+        pair[0].rest(0.1)  # what was read is written behind the steps
     for process in pair:
         process.close()
     told = f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens in two processes"
@@ -231,7 +234,7 @@ def mixed(model: str, folder: Path, lengths: Sequence[int] = tuple(range(1024, 1
 
 
 def budget(model: str, folder: Path, length: int, number: int = 50, most: int = 200_000_000) -> bool:
-    process, largest, is_within = Process(model, folder, cache_disk=most), 0, True
+    process = Process(model, folder, cache_disk=most, context=length + 512)
     watcher = subprocess.Popen(
         [sys.executable, __file__, "watch", str(folder), "0"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
@@ -239,9 +242,8 @@ def budget(model: str, folder: Path, length: int, number: int = 50, most: int = 
         process.ask(seed, length, 1)
     process.close()
     largest = int(watcher.communicate()[0])
-    is_within = largest <= most
     print(f"{model}: {number} prompts of {length} tokens, at most {largest:,} bytes of {most:,} were taken")
-    return is_within
+    return largest <= most
 
 
 def watch(folder: Path) -> None:
@@ -266,10 +268,11 @@ def main() -> int:
     parser.add_argument("part", choices=[*PARTS, "mixed"])
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--number", type=int, default=None)
+    parser.add_argument("--number", type=int, help="Processes, files or prompts.")
+    parser.add_argument("--most", type=int, help="Bytes of the folder, of `budget`.")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="penstock-kept-"))
-    more = {} if asked.number is None else {"number": asked.number}
+    more = {name: value for name in ("number", "most") if (value := getattr(asked, name)) is not None}
     try:
         if asked.part == "mixed":
             is_held = mixed(asked.model, folder, range(1024, asked.tokens + 1, 512))

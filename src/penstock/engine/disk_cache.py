@@ -24,7 +24,7 @@ from penstock.schedule.budget import NUM_FEATURES, StepCost
 from penstock.schedule.moves import FIRST_OBSERVATIONS
 
 KEPT_COST = "cost.json"
-LOOKS_EVERY_S = 0.5
+RESTS = 20.0  # times as long as a look through the folder took, before the next
 NAMELESS = "nothing tells these weights from others: they come from no files, or changed while they were read"
 
 
@@ -35,15 +35,14 @@ class DiskCache:
     mover: Mover
     cost: StepCost
     num_observed: int
-    looked_at: float = 0.0
+    rests_until: float = 0.0
 
     def look(self) -> None:
-        """Learns what other processes wrote or removed; not often, because a folder may have many files."""
-        if (now := time.monotonic()) - self.looked_at < LOOKS_EVERY_S:
-            return
-        self.looked_at = now
-        if self.disk.has_changed:
+        """Learns what other processes wrote or removed; looking takes a small share of the time."""
+        began_at = time.monotonic()
+        if began_at >= self.rests_until and self.disk.has_changed:
             self.tiers.lie_on_disk(self.disk.names())
+            self.rests_until = began_at + RESTS * (time.monotonic() - began_at)
 
     def close(self, num_observed: int, cost: StepCost) -> None:
         """Waits for what is being written, and keeps what a step takes for the next process."""
