@@ -48,8 +48,8 @@ KINDS = (
 )
 RECURRENT = {"granitehybrid", "lfm2moe", "qwen35moe, three of a key", "qwen3next", "nemotron_h_moe"}
 PROMPT = prompt(70)
-MORE = pytest.mark.evidence
 LATER = {"mixtral", "qwen2moe", "qwen3next", "lfm2moe", "gemma4, experts"}
+CASES_HERE = [pytest.param(case, marks=pytest.mark.evidence if case in LATER else ()) for case in SIZES]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def read(path, **settings):
         return recorder.all, tokens
 
 
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("case", CASES_HERE)
 def test_codes_of_experts_are_the_values_of_the_file(case, write):
     path = write(case, **SIZES[case])
     expanded, tokens = read(path, quantize="none")
@@ -92,7 +92,7 @@ def test_codes_of_experts_are_the_values_of_the_file(case, write):
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MORE if case in LATER else ()) for case in SIZES])
+@pytest.mark.parametrize("case", CASES_HERE)
 def test_chunks_through_quantized_experts_are_the_whole_prompt_bit_by_bit(case, write):
     path = write(case, **SIZES[case])
     exact, _ = read(path, quantize="none")
