@@ -73,6 +73,14 @@ CPU_STEP_SIZES = range(32, 2**20, 32)
 # A step reads the weights of nearly all experts however few tokens it has, so theirs are wide too.
 CPU_AUTO_CHUNK, GPU_AUTO_CHUNK = 1024, 2048
 GPU_WIDE_CHUNK = GPU_STEP_SIZES[-1]
+# A processor cuts wider steps into tiles of this size inside each layer.
+TILE_TOKENS = CPU_AUTO_CHUNK
+# Layers stay in memory where that leaves room for so many tokens. Where they cannot, fewer stay, so that there is room
+# for these; a pass over layers on disk takes long, and the wider a step, the fewer there are.
+RESIDENT_TOKENS, STREAMED_TOKENS, SWEEP_TOKENS = 512, 4096, 8192
+STREAMED_TILES = (TILE_TOKENS, 256, 64)  # smaller ones where memory asks for it
+# What a disk reads and a core computes in a second where neither was measured.
+DISK_BYTES_PER_S, CPU_GFLOPS_OF_A_CORE = 1e9, 150
 # Checkpoints of recurrent state that are kept lie at least this far apart; the newest of a sequence is kept besides.
 CHECKPOINT_TOKENS = 512
 

@@ -38,6 +38,9 @@ class RandomWeights:
         values = torch.empty(destination.shape).uniform_(-LARGEST_WEIGHT, LARGEST_WEIGHT)
         destination.fill(0, grouped(values.numpy(), destination.kind))
 
+    def stored_runs(self, name: str, destination: torch.Tensor) -> None:
+        """Finds nothing: no file has them."""
+
 
 def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:
     """Makes an engine; `config` is the config.json of a native architecture, and prompts are token ids."""

@@ -101,6 +101,16 @@ class RunReport(Document):
         return self.model_dump_json(indent=2, exclude=unasked)
 
 
+class StreamingReport(Document):
+    num_streamed: int  # layers that are read again for each step
+    num_layers: int  # of the model
+    pass_bytes: int  # that each step reads
+    pass_s: float  # that reading them takes
+    bytes_per_s: float  # of the disk
+    is_measured: bool  # whether the disk was measured for this plan; else it was assumed
+    compute_bound_tokens: int  # of a step, from which on computing takes longer than reading
+
+
 class PlanReport(Document):
     model: str  # as it was named
     lane: TraceLane  # the facts of the lane
@@ -118,6 +128,7 @@ class PlanReport(Document):
     fits: bool  # both the budget and the context
     adjustments: list[str]  # every value that had to be changed
     adapter: str | None = None  # its name; only where --adapter was given
+    streaming: StreamingReport | None = None  # what layers on disk cost; only where some do not stay in memory
 
     @classmethod
     def of(cls, plan: ModelPlan) -> PlanReport:
@@ -129,7 +140,9 @@ class PlanReport(Document):
             disk_bytes=plan.disk_bytes,
             lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
+            streaming=None if plan.streaming is None else StreamingReport.from_fields_of(plan.streaming),
         )
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=2, exclude={"adapter"} if self.adapter is None else None)
+        absent = {name for name in ("adapter", "streaming") if getattr(self, name) is None}
+        return self.model_dump_json(indent=2, exclude=absent)

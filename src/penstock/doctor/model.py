@@ -64,7 +64,7 @@ def diagnose_model(model: str, config: EngineConfig, *, rerun: bool = False) -> 
     if config.cache_dir is not None:
         look("cache folder", lambda: [_folder(config)])
     if found.examination is not None:
-        look("budget", lambda: [_fit(model, config)])
+        look("budget", lambda: _fit(model, config))
     is_refused = any(diagnosis.status is Severity.PROBLEM for diagnosis in found.diagnoses)
     found.can_load = is_local and not is_refused
     return found
@@ -163,9 +163,16 @@ def _kernels(kernels: CpuKernels, dtype: str) -> Iterator[Diagnosis]:
         yield good("attention", f"torch's kernels; {kernels.reason}")
 
 
-def _fit(model: str, config: EngineConfig) -> Diagnosis:
+def _fit(model: str, config: EngineConfig) -> Iterator[Diagnosis]:
+    first = plan_model(model, 1, config)
+    if first.streaming is not None:
+        remedy = "Free memory or raise --memory, so that layers stay; a GGUF in fewer bits reads less for each step"
+        yield note("layers", first.streaming.summary(), remedy)
+    yield _longest(model, max(1, first.max_context - 1), config)
+
+
+def _longest(model: str, longest: int, config: EngineConfig) -> Diagnosis:
     """Plans the longest prompt that the model takes, and asks for more only where a budget was given."""
-    longest = max(1, plan_model(model, 1, config).max_context - 1)
     prompt = plan_model(model, longest, config).prompt
     peak, budget = prompt.peak_bytes / GB, prompt.budget_bytes / GB
     if prompt.fits:

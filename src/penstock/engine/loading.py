@@ -85,6 +85,7 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
         memory = kind.price(place, None if checks is None else checks.verdict)
         max_context, warnings = place.context_limit(memory.shape.max_context)
         place.room(memory)
+    place = place.with_placement(memory)
     loading = Loading(place=place, memory=memory, max_context=max_context, checks_so_far=checks, weights=weights)
     content = WeightContent.of(files) if weights is None and place.uses_disk else None
     model = _put_together(loader.load(loading), loading, parts, tokenizer, warnings)

@@ -11,12 +11,14 @@ from penstock import config as defaults
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidSetting
 from penstock.lanes.lane import LaneFacts
+from penstock.lanes.native_text_kind import streaming_plan
 from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
 from penstock.models.files import reading_config, resolve
 from penstock.plan.chunks import last_chunks
 from penstock.plan.devices import cuda_memory, device_warnings
 from penstock.plan.machine import default_memory_budget
+from penstock.plan.placement import StreamingPlan
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.proof.verdict import judged
 
@@ -37,6 +39,7 @@ class ModelPlan:
     prompt: PromptPlan
     peak_by_chunk_size: Mapping[int, int]
     disk_bytes: int = 0  # of the prompt in the cache folder; 0: there is none, or nothing of this model is kept
+    streaming: StreamingPlan | None  # None: all layers stay in memory
 
 
 def estimated_runtime_bytes(place: Place) -> int:
@@ -72,6 +75,7 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         memory = kind.price(place, verdict)
         max_context, warnings = place.context_limit(memory.shape.max_context)
         place.room(memory)
+        place = place.with_placement(memory)
         planned = plan_prompt(
             memory,
             prompt_tokens,
@@ -81,7 +85,9 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
             is_source=place.lane.reads_source,
             is_whole=place.lane.reads_whole,
         )
-    warnings = [*device_warnings(place.device), *warnings, *place.lane_adjustments()]
+    streaming = streaming_plan(place, memory)
+    told = [] if streaming is None else [streaming.summary()]
+    warnings = [*device_warnings(place.device), *warnings, *place.lane_adjustments(), *told]
     planned = dataclasses.replace(planned, adjustments=(*warnings, *planned.adjustments))
 
     def peak_in_chunks(size: int) -> int:
@@ -100,6 +106,7 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         prompt=planned,
         peak_by_chunk_size={size: peak_in_chunks(size) for size in sizes},
         disk_bytes=planned.kv_bytes + planned.state_bytes if place.uses_disk else 0,
+        streaming=streaming,
     )
 
 

@@ -10,16 +10,21 @@ from penstock.attention.backend import AttentionBackend, ForwardInputs
 from penstock.attention.cpu import KEY_ROWS, QUERY_ROWS
 from penstock.attention.pick import attention_backend, attention_on_card
 from penstock.cache.storage import KvStorage, StateStorage
+from penstock.config import TILE_TOKENS
 from penstock.kernels import build
 from penstock.kernels.calls import c_kernels
 from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import Lane, LaneFacts
 from penstock.lanes.loading import LoadedLane, Loading
+from penstock.lanes.native_text_kind import streaming_plan
 from penstock.lanes.pieces import MAX_TOKENS, StepPieces, captured_size
 from penstock.lanes.place import CPU_TILING
+from penstock.lanes.sweep import Sweep
 from penstock.models.cpu_steps import CompiledSteps, compiled_steps
 from penstock.models.decoder import Decoder
 from penstock.models.files import ModelFiles
+from penstock.models.layer_packs import PackFolder
+from penstock.models.layer_stream import LayerStream
 from penstock.models.merging import AdaptedWeights
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.models.stored_names import stored_spec
@@ -41,6 +46,7 @@ class NativeTextLane(Lane):
     pieces: StepPieces | None = None  # None: and every other step
     steps: CompiledSteps | None = None  # None: every step runs layer by layer
     states: StateStorage | None = None  # None: the model has no recurrent state
+    sweep: Sweep | None = None  # None: wide steps are not cut
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -80,21 +86,28 @@ class NativeTextLane(Lane):
             self.decoder.logits(hidden_TM[:num_rows])
 
     def _hidden(self, inputs: ForwardInputs) -> torch.Tensor:
+        if self.sweep is not None and self.sweep.takes(inputs):
+            return self._forward(inputs)
         for way in (self.graphs, self.pieces, self.steps):
             if way is not None and inputs.media is None and way.fits(inputs):
                 return way.forward(inputs)
         return self._forward(inputs)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        self.attention.begin_step(inputs)
         if self.states is None:
-            return self.decoder.forward(inputs, self.attention)
+            return self._through_layers(inputs)
         for source, target in inputs.state_loads:
             self.states.copy(source, target)
-        hidden_TM = self.decoder.forward(inputs, self.attention, self.states)
+        hidden_TM = self._through_layers(inputs)
         for source, target in inputs.state_saves:
             self.states.copy(source, target)
         return hidden_TM
+
+    def _through_layers(self, inputs: ForwardInputs) -> torch.Tensor:
+        if self.sweep is not None and self.sweep.takes(inputs):
+            return self.sweep.forward(inputs)
+        self.attention.begin_step(inputs)
+        return self.decoder.forward(inputs, self.attention, self.states)
 
 
 class NativeTextLoader:
@@ -107,12 +120,16 @@ class NativeTextLoader:
         weights = loading.weights or open_weights(files)
         spec = stored_spec(self.spec, weights, files.folder) if files.why_text_only else _prefixed(self.spec, weights)
         lane = native_lane(spec, weights, loading, num_tokens)
+        streaming = streaming_plan(loading.place, loading.memory)
         return LoadedLane(
             lane=lane,
             spec=spec,
             memory=loading.memory,
             num_tokens=num_tokens,
-            adjustments=_slow_quantization(loading.place.quantize, loading.place.dtype),
+            adjustments=[
+                *([] if streaming is None else [streaming.summary()]),
+                *_slow_quantization(loading.place.quantize, loading.place.dtype),
+            ],
             attention=lane.attention,
             states=lane.states,
         )
@@ -130,7 +147,11 @@ def native_lane(
 ) -> NativeTextLane:
     """Our decoder with its weights, over pages for as many tokens as were counted."""
     place, memory, device, dtype = loading.place, loading.memory, loading.device, loading.dtype
-    decoder = Decoder(spec, dtype=dtype, device=device, quantization=place.quantization)
+    quantization, stream = place.quantization, None
+    if memory.placement.streamed:
+        packs = PackFolder(place.files if loading.weights is None else None, spec, place.dtype, quantization)
+        stream = LayerStream(memory.placement, packs)
+    decoder = Decoder(spec, dtype=dtype, device=device, quantization=quantization, stream=stream)
     if place.files.adapter is not None:
         weights = AdaptedWeights.of(weights, place.files.adapter, spec)
     decoder.load(weights)
@@ -147,6 +168,11 @@ def native_lane(
     )
     attention = attention_backend(storage, block_size, spec.num_heads)
     graphs, pieces = _captured_steps(decoder, attention, loading)
+    steps, states = compiled_steps(decoder, attention), _state_storage(spec, loading)
+    sweep = None
+    if device.type == "cpu":
+        width = memory.tile_tokens or TILE_TOKENS
+        sweep = Sweep(decoder, attention, width=width, steps=steps, states=states)
     return NativeTextLane(
         decoder,
         attention,
@@ -154,8 +180,9 @@ def native_lane(
         facts=facts or place.lane,
         graphs=graphs,
         pieces=pieces,
-        steps=compiled_steps(decoder, attention),
-        states=_state_storage(spec, loading),
+        steps=steps,
+        states=states,
+        sweep=sweep,
     )
 
 

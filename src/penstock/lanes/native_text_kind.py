@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from penstock.config import TILE_TOKENS
 from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import Claim, LaneFacts, LaneKind
 from penstock.lanes.place import Place
-from penstock.models.shapes import native_shape
+from penstock.models.layer_packs import read_speed
+from penstock.models.shapes import layer_bytes, native_shape
 from penstock.models.spec import decoder_spec, is_supported
+from penstock.plan.machine import num_physical_cores
 from penstock.plan.memory import MemoryModel, ModelShape
+from penstock.plan.placement import StreamingPlan
 from penstock.proof.verdict import Verdict
 
 
@@ -37,7 +42,25 @@ def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
         multiplies_codes=quantization is not None and place.multiplies_codes,
         device=place.device,
     )
-    return memory_of(shape, place)
+    memory = memory_of(shape, place)
+    if place.device != "cpu":  # a card reads no layers from disk, and is not given wide steps in tiles
+        return memory
+    spec = decoder_spec(place.files.config)
+    return place.streaming(replace(memory, tile_tokens=TILE_TOKENS), layer_bytes(spec, place.dtype, quantization))
+
+
+def streaming_plan(place: Place, memory: MemoryModel) -> StreamingPlan | None:
+    """What a pass over layers on disk takes, as the disk is measured now; None where all of them stay."""
+    if not memory.placement.streamed:
+        return None
+    files = place.files
+    path = next(iter(files.weight_files or (sorted(files.folder.glob("*.safetensors")) if files.folder else ())), None)
+    return StreamingPlan.of(
+        memory.placement,
+        flops_per_token=2 * decoder_spec(files.config).num_passed,
+        num_cores=place.config.threads or num_physical_cores(),
+        bytes_per_s=None if path is None else read_speed(path),
+    )
 
 
 def memory_of(shape: ModelShape, place: Place) -> MemoryModel:

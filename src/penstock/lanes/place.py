@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.config import STATE_SHARE, EngineConfig, told_budget, written_budget
+from penstock.config import (
+    RESIDENT_TOKENS,
+    STATE_SHARE,
+    STREAMED_TILES,
+    STREAMED_TOKENS,
+    SWEEP_TOKENS,
+    EngineConfig,
+    told_budget,
+    written_budget,
+)
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.kernels import build
 from penstock.lanes.lane import LaneFacts
@@ -14,6 +23,7 @@ from penstock.models.files import ModelFiles
 from penstock.models.quantization import Quantization, expanded_types, quantization_of, stored_types
 from penstock.models.shapes import DTYPE_BYTES
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
+from penstock.plan.placement import Placement, place_layers
 from penstock.proof.verdict import Verdict, load_verdict, save_verdict, verdict_key
 
 CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
@@ -84,7 +94,7 @@ class Place:
             "block_size": self.config.block_size,
         }
         if self.device == "mps":  # attends by torch, with the scores in view
-            shape = dataclasses.replace(shape, attends_through_scores=True)
+            shape = replace(shape, attends_through_scores=True)
         return MemoryModel(shape=shape, **usual | others)
 
     def state_slots(self, shape: ModelShape, *, has_checkpoints: bool) -> tuple[int, int]:
@@ -95,6 +105,37 @@ class Place:
         num_slots = max(1, int(free_bytes * STATE_SHARE) // shape.state_bytes)
         num_checkpoints = min(num_slots // 2, self.config.max_checkpoints) if has_checkpoints else 0
         return min(self.config.max_running, num_slots - num_checkpoints), num_checkpoints
+
+    def streaming(self, memory: MemoryModel, layer_bytes: Sequence[int]) -> MemoryModel:
+        """Makes layers stream where those that stay would leave no room to read a prompt."""
+        config, budget = self.config, self.budget_bytes
+        longest = memory.shape.max_context
+        if memory.kv_capacity(budget_bytes=budget, chunk=config.min_chunk_size) >= min(RESIDENT_TOKENS, longest):
+            return memory
+        num_tokens = min(config.context or STREAMED_TOKENS, longest)
+        while num_tokens >= config.min_chunk_size:
+            for tile in STREAMED_TILES:
+                narrow = replace(memory, tile_tokens=tile)
+                needed = narrow.budget_for(num_tokens, chunk=min(num_tokens, SWEEP_TOKENS))
+                placement = place_layers(layer_bytes, lacking_bytes=needed - budget)
+                if placement is not None:
+                    self._refuse_streaming_if_strict(placement, needed)
+                    return replace(narrow, placement=placement)
+            num_tokens //= 2
+        return memory
+
+    def _refuse_streaming_if_strict(self, placement: Placement, needed_bytes: int) -> None:
+        if self.config.strict:
+            raise InvalidSetting(
+                f"--strict: {len(placement.streamed)} of {placement.num_layers} layers would stream from disk for each "
+                f"step. Raise --memory to {written_budget(needed_bytes)}."
+            )
+
+    def with_placement(self, memory: MemoryModel) -> Place:
+        """Makes the place whose steps are as wide as pays where layers stream."""
+        if not memory.placement.streamed or self.config.max_chunk_size is not None:
+            return self
+        return replace(self, config=replace(self.config, max_chunk_size=SWEEP_TOKENS))
 
     def room(self, memory: MemoryModel) -> int:
         """Tokens whose KV the budget holds; refuses a budget that not even the smallest chunk fits."""
@@ -112,7 +153,7 @@ class Place:
             least = memory.peak_bytes(chunk=config.min_chunk_size, context=config.min_chunk_size)
             raise MemoryTooSmall(
                 f"The memory budget is {told_budget(budget)}; this model needs at least {written_budget(least)} "
-                f"({written_budget(memory.shape.weight_bytes)} of it weights). Raise --memory or take a smaller model."
+                f"({written_budget(memory.weight_bytes)} of it weights). Raise --memory or take a smaller model."
             )
         return capacity
 
@@ -173,8 +214,8 @@ class Place:
         """The settings, without what this lane cannot do with its model."""
         config = self.config
         if self.lane.reads_source:  # its states depend on all of it: no part is shared or computed twice
-            config = dataclasses.replace(config, overlap=0, prefix_cache=False)
-        return dataclasses.replace(config, chunk_size=0, overlap=0) if self.lane.reads_whole else config
+            config = replace(config, overlap=0, prefix_cache=False)
+        return replace(config, chunk_size=0, overlap=0) if self.lane.reads_whole else config
 
     @property
     def verdict_key(self) -> str:

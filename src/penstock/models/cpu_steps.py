@@ -1,4 +1,4 @@
-"""Steps through all layers in one call of C, for bfloat16 decoders of attention, gated MLPs and experts in few bits."""
+"""Steps through layers in one call of C, for bfloat16 decoders of attention, gated MLPs and experts in few bits."""
 
 # R rows that a step may have, M hidden size, F intermediate size
 
@@ -15,7 +15,7 @@ from penstock.kernels.build import ffi
 from penstock.kernels.calls import CKernels, address, c_kernels
 from penstock.models.cpu_experts import is_known, mixture_bytes, mixture_fields, routing_fields
 from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, workspace
-from penstock.models.decoder import Attention, Decoder, Layer
+from penstock.models.decoder import Attention, Decoder, Layer, Passage
 from penstock.models.experts import Experts
 from penstock.models.layers import GatedMlp, LayerNorm, Linear, QuantizedLinear, RmsNorm
 from penstock.models.quantization import HALF_GROUP
@@ -55,6 +55,7 @@ class CompiledSteps:
                 _rows(spec.experts.num_active, dtype) for dtype in (torch.int32, torch.float32)
             )
         self._calls: list[tuple[int, Any]] = []  # (kind, struct), kept alive: the table holds their addresses
+        self._ends: list[int] = []  # of the calls of each layer
         for layer in decoder.layers:
             assert isinstance(layer.mixer, Attention)
             self._list_attention(layer, layer.mixer)
@@ -63,6 +64,7 @@ class CompiledSteps:
             else:
                 assert isinstance(layer.mlp, GatedMlp)
                 self._list_mlp(layer, layer.mlp)
+            self._ends.append(len(self._calls))
         calls = [{"kind": kind, "with": int(ffi().cast("uintptr_t", call))} for kind, call in self._calls]
         self._table = ffi().new("struct call[]", calls)
 
@@ -71,22 +73,33 @@ class CompiledSteps:
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the step's tokens; the next call writes over them."""
-        num_rows = len(inputs.ids_T)
-        hidden_TM = self._hidden_RM[:num_rows].copy_(self._decoder.embedded(inputs.ids_T))
-        for name, rotation in self._decoder.rotations(inputs).items():
+        passage = self._decoder.begin(inputs, self._hidden_RM[: len(inputs.ids_T)])
+        self._attention.begin_step(inputs)
+        self.advance(range(len(self._ends)), passage)
+        return passage.hidden_TM
+
+    def advance(self, layers: range, passage: Passage) -> None:
+        """Takes tokens, whose step attention has begun, through some layers."""
+        num_rows = len(passage.hidden_TM)
+        hidden_TM = self._hidden_RM[:num_rows]
+        is_elsewhere = passage.hidden_TM.data_ptr() != hidden_TM.data_ptr()
+        if is_elsewhere:
+            hidden_TM.copy_(passage.hidden_TM)
+        for name, rotation in passage.rotations.items():
             cosines, sines = self._rotations[name]
             cosines[:num_rows].copy_(rotation.cos_T1R[:, 0])
             sines[:num_rows].copy_(rotation.sin_T1R[:, 0])
-        self._attention.begin_step(inputs)
         layout = self._compiled.layout(self._decoder.spec.num_heads)
         num_bytes = self._kernels.library.penstock_product_bytes(num_rows, self._most_inputs, layout.num_threads)
         if self._mixture is not None:
             mixture = self._mixture | {"num_tokens": num_rows}
             num_bytes = max(num_bytes, mixture_bytes(self._kernels, mixture, layout.num_threads))
-        fields = {"calls": self._table, "layout": layout, "workspace": workspace(num_bytes).data_ptr()}
-        step = ffi().new("struct step *", fields | {"num_calls": len(self._table), "num_rows": num_rows})
+        first, last = self._ends[layers.start - 1] if layers.start else 0, self._ends[layers.stop - 1]
+        fields = {"calls": self._table + first, "layout": layout, "workspace": workspace(num_bytes).data_ptr()}
+        step = ffi().new("struct step *", fields | {"num_calls": last - first, "num_rows": num_rows})
         self._kernels.library.penstock_run_step(step)
-        return hidden_TM
+        if is_elsewhere:
+            passage.hidden_TM.copy_(hidden_TM)
 
     def _list_attention(self, layer: Layer, mixer: Attention) -> None:
         spec = self._decoder.spec

@@ -16,6 +16,7 @@ from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_inputs import InputGate, LayerInputs, rows_of
 from penstock.models.layer_specs import DeltaSpec, MambaSpec
+from penstock.models.layer_stream import LayerStream
 from penstock.models.layers import (
     AnyLinear,
     GatedMlp,
@@ -43,7 +44,7 @@ from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
 from penstock.models.short_conv import ShortConv
 from penstock.models.spec import DecoderSpec, LayerSpec
-from penstock.models.weights import HalvesFirst, WeightSource
+from penstock.models.weights import HalvesFirst, WeightSource, fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +75,32 @@ class Layer:
     scale_1: torch.Tensor | None = None  # of what it gives
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """Tokens on their way through the layers."""
+
+    inputs: ForwardInputs
+    hidden_TM: torch.Tensor
+    rotations: dict[str, Rotation]
+    query_scale_T11: torch.Tensor | None
+    inputs_TLP: torch.Tensor | None  # where layers have inputs of their own
+
+
 class Decoder:
     """Allocated first, then filled from the weights slice by slice: no second copy of them exists."""
 
     def __init__(
-        self, spec: DecoderSpec, *, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+        self,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
+        """`stream`: has the matrices of layers that do not stay; None: all of them stay."""
         self.spec = spec
+        self.stream = stream
         self.dtype = dtype
         self.device = device
         # What the layers add to. Products with codes give float32 sums, and adding those loses nothing to rounding.
@@ -92,17 +112,20 @@ class Decoder:
         if not spec.has_tied_embeddings:
             self.head_VM = self._empty_weight(outer_projection(spec, "head"))
         self.rotaries = {name: Rotary(rotary, device) for name, rotary in spec.rotaries.items()}
-        self.layers = [self._empty_layer(index) for index in range(spec.num_layers)]
+        self.layers = [self._placed_layer(index) for index in range(spec.num_layers)]
         self.layer_inputs = self._empty_layer_inputs()
         self.final_norm = self._empty_norm(spec.hidden_size)
 
     def load(self, source: WeightSource) -> None:
         source = self._with_halves_first(source)
-        for name, destination in self._destinations():
-            if isinstance(destination, QuantizedRows):
-                source.quantize_into(destination, name)
-            else:
-                source.copy_into(destination, name)
+        for name, destination in self._outer_destinations():
+            fill(source, destination, name)
+        for index in range(len(self.layers)):
+            if self.stream is not None and index in self.stream:
+                self.stream.load(index, self._layer_destinations(index), source)
+                continue
+            for name, destination in self._layer_destinations(index):
+                fill(source, destination, name)
         for norm in self._norms():
             norm.weight.add_(self.spec.norm_offset)
         for layer in self.layers:
@@ -128,35 +151,54 @@ class Decoder:
 
         It keeps keys and values; `states` keeps what recurrent layers carry.
         """
-        rotations, query_scale_T11 = self.rotations(inputs), self._query_scale(inputs)
+        passage = self.begin(inputs)
+        for index in range(len(self.layers)):
+            self.advance(index, passage, attention, states)
+        return passage.hidden_TM
+
+    def begin(self, inputs: ForwardInputs, out_TM: torch.Tensor | None = None) -> Passage:
+        """Makes tokens ready for the first layer. `out_TM`: where their hidden states go; None: to a new tensor."""
         hidden_TM = self.embedded(inputs.ids_T).to(self.residual_dtype)
+        if out_TM is not None:
+            hidden_TM = out_TM.copy_(hidden_TM)
         if inputs.media is not None:
             hidden_TM[inputs.media.rows_N] = inputs.media.features_ND.to(hidden_TM.dtype)
         inputs_TLP = None
         if self.layer_inputs is not None:
             media_N = None if inputs.media is None else inputs.media.rows_N
             inputs_TLP = self.layer_inputs(inputs.ids_T, hidden_TM.to(self.dtype), media_N)
-        for index, layer in enumerate(self.layers):
-            normed = self._normed(layer, "input_layernorm", hidden_TM)
-            if isinstance(layer.mixer, Attention):
-                rotation = rotations[layer.spec.rotary] if layer.spec.rotary else None
-                mixed = self._attended(layer, layer.mixer, normed, rotation, attention, query_scale_T11)
-                self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM, self.spec.attention_output_scale)
-            for recurrence in (layer.mixer, layer.beside):
-                if isinstance(recurrence, Recurrence):
-                    assert states is not None, "recurrent layers need their states"
-                    mixed = recurrence(normed, inputs, states.layers[index])
-                    scale = recurrence.spec.output_scale if isinstance(recurrence, Mamba) else 1.0
-                    self._add(layer, "attention", recurrence.output, mixed, hidden_TM, scale)
-            if layer.mlp is not None:
-                self._mlp(layer, layer.mlp, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
-            if layer.gate is not None and inputs_TLP is not None:
-                layer.gate.add_to(hidden_TM, inputs_TLP[:, index])
-            if layer.scale_1 is not None:
-                hidden_TM *= layer.scale_1
-            if inputs.media is not None and index < len(inputs.media.deepstack_LND):
-                hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
-        return hidden_TM
+        return Passage(
+            inputs=inputs,
+            hidden_TM=hidden_TM,
+            rotations={name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()},
+            query_scale_T11=self._query_scale(inputs),
+            inputs_TLP=inputs_TLP,
+        )
+
+    def advance(
+        self, index: int, passage: Passage, attention: AttentionBackend, states: StateStorage | None = None
+    ) -> None:
+        """Takes tokens through one layer."""
+        layer, inputs, hidden_TM = self.layers[index], passage.inputs, passage.hidden_TM
+        normed = self._normed(layer, "input_layernorm", hidden_TM)
+        if isinstance(layer.mixer, Attention):
+            rotation = passage.rotations[layer.spec.rotary] if layer.spec.rotary else None
+            mixed = self._attended(layer, layer.mixer, normed, rotation, attention, passage.query_scale_T11)
+            self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM, self.spec.attention_output_scale)
+        for recurrence in (layer.mixer, layer.beside):
+            if isinstance(recurrence, Recurrence):
+                assert states is not None, "recurrent layers need their states"
+                mixed = recurrence(normed, inputs, states.layers[index])
+                scale = recurrence.spec.output_scale if isinstance(recurrence, Mamba) else 1.0
+                self._add(layer, "attention", recurrence.output, mixed, hidden_TM, scale)
+        if layer.mlp is not None:
+            self._mlp(layer, layer.mlp, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
+        if layer.gate is not None and passage.inputs_TLP is not None:
+            layer.gate.add_to(hidden_TM, passage.inputs_TLP[:, index])
+        if layer.scale_1 is not None:
+            hidden_TM *= layer.scale_1
+        if inputs.media is not None and index < len(inputs.media.deepstack_LND):
+            hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
 
     @torch.inference_mode()
     def use_products(self, num_tokens: int) -> None:
@@ -172,9 +214,6 @@ class Decoder:
 
     def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
         return rows_of(self.embeddings_VM, ids_T, self.dtype, self.spec.embedding_scale)
-
-    def rotations(self, inputs: ForwardInputs) -> dict[str, Rotation]:
-        return {name: self._rotation(rotary, inputs) for name, rotary in self.rotaries.items()}
 
     def logits(self, hidden_LM: torch.Tensor) -> torch.Tensor:
         """Float32 logits of the rows that are wanted."""
@@ -300,6 +339,10 @@ class Decoder:
         if not self.spec.norms_outputs:
             return None
         return "post_attention_layernorm" if part == "attention" else "post_feedforward_layernorm"
+
+    def _placed_layer(self, index: int) -> Layer:
+        layer = self._empty_layer(index)
+        return layer if self.stream is None or index not in self.stream else self.stream.place(index, layer)
 
     def _empty_layer(self, index: int) -> Layer:
         spec, layer = self.spec, self.spec.layers[index]
@@ -444,7 +487,7 @@ class Decoder:
         for layer in self.layers:
             yield from layer.norms.values()
 
-    def _destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    def _outer_destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
         """Yields (name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
         yield from _parts(outer_projection(self.spec, "embeddings"), self.embeddings_VM)
         if not self.spec.has_tied_embeddings:
@@ -456,43 +499,45 @@ class Decoder:
             yield from _linear_parts(outer_projection(self.spec, "layer_context"), self.layer_inputs.context)
             norm = self.layer_inputs.norm.weight
             yield stored_name(self.spec, "model.per_layer_projection_norm.weight"), norm
-        for index, layer in enumerate(self.layers):
-            prefix, of_layer = f"model.layers.{index}", self._projections[index]
-            others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
-            for recurrence in (layer.mixer, layer.beside):
-                if isinstance(recurrence, Recurrence):
-                    others += recurrence.destinations(f"{prefix}.{RECURRENCE_NAMES[type(recurrence.spec)]}")
-                    gates = recurrence.beta_alpha if isinstance(recurrence, GatedDelta) else None
-                    first = recurrence.qkvz if isinstance(recurrence, GatedDelta) else recurrence.input
-                    for role, linear in zip(RECURRENT_ROLES, (first, gates, recurrence.output), strict=True):
-                        if linear is not None:
-                            yield from _linear_parts(of_layer[role], linear)
-            if isinstance(layer.mixer, Attention):
-                yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
-                yield from _linear_parts(of_layer["output"], layer.mixer.output)
-                if layer.mixer.sinks_H is not None:
-                    others.append((f"{prefix}.self_attn.sinks", layer.mixer.sinks_H))
-            for experts in (layer.mlp, layer.experts):
-                if isinstance(experts, Experts):
-                    others += experts.destinations(prefix)
-                    for role, matrix in zip(EXPERT_ROLES, (experts.gate_up, experts.down), strict=True):
-                        if isinstance(matrix, QuantizedMatrix):
-                            yield from _parts(of_layer[role], matrix)
-                    for role, linear in zip(SHARED_ROLES, experts.shared_linears, strict=False):
+
+    def _layer_destinations(self, index: int) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+        """Yields the same of a layer."""
+        layer, prefix, of_layer = self.layers[index], f"model.layers.{index}", self._projections[index]
+        others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
+        for recurrence in (layer.mixer, layer.beside):
+            if isinstance(recurrence, Recurrence):
+                others += recurrence.destinations(f"{prefix}.{RECURRENCE_NAMES[type(recurrence.spec)]}")
+                gates = recurrence.beta_alpha if isinstance(recurrence, GatedDelta) else None
+                first = recurrence.qkvz if isinstance(recurrence, GatedDelta) else recurrence.input
+                for role, linear in zip(RECURRENT_ROLES, (first, gates, recurrence.output), strict=True):
+                    if linear is not None:
                         yield from _linear_parts(of_layer[role], linear)
-            if isinstance(layer.mlp, (GatedMlp, PlainMlp)):
-                first = layer.mlp.gate_up if isinstance(layer.mlp, GatedMlp) else layer.mlp.up
-                yield from _linear_parts(of_layer["gate_up"], first)
-                yield from _linear_parts(of_layer["down"], layer.mlp.down)
-                if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
-                    others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
-            if layer.gate is not None:
-                yield from _linear_parts(of_layer["input_gate"], layer.gate.gate)
-                yield from _linear_parts(of_layer["input_output"], layer.gate.output)
-            if layer.scale_1 is not None:
-                others.append((f"{prefix}.layer_scalar", layer.scale_1))
-            for name, destination in others:
-                yield stored_name(self.spec, name), destination
+        if isinstance(layer.mixer, Attention):
+            yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
+            yield from _linear_parts(of_layer["output"], layer.mixer.output)
+            if layer.mixer.sinks_H is not None:
+                others.append((f"{prefix}.self_attn.sinks", layer.mixer.sinks_H))
+        for experts in (layer.mlp, layer.experts):
+            if isinstance(experts, Experts):
+                others += experts.destinations(prefix)
+                for role, matrix in zip(EXPERT_ROLES, (experts.gate_up, experts.down), strict=True):
+                    if isinstance(matrix, QuantizedMatrix):
+                        yield from _parts(of_layer[role], matrix)
+                for role, linear in zip(SHARED_ROLES, experts.shared_linears, strict=False):
+                    yield from _linear_parts(of_layer[role], linear)
+        if isinstance(layer.mlp, (GatedMlp, PlainMlp)):
+            first = layer.mlp.gate_up if isinstance(layer.mlp, GatedMlp) else layer.mlp.up
+            yield from _linear_parts(of_layer["gate_up"], first)
+            yield from _linear_parts(of_layer["down"], layer.mlp.down)
+            if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
+                others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
+        if layer.gate is not None:
+            yield from _linear_parts(of_layer["input_gate"], layer.gate.gate)
+            yield from _linear_parts(of_layer["input_output"], layer.gate.output)
+        if layer.scale_1 is not None:
+            others.append((f"{prefix}.layer_scalar", layer.scale_1))
+        for name, destination in others:
+            yield stored_name(self.spec, name), destination
 
 
 def _rotated(x_THD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

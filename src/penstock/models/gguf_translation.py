@@ -40,6 +40,12 @@ class Piece:
             return self.places
         return slice(self.first_row, self.first_row + prod(self.stored.shape[:-1]))
 
+    @property
+    def is_as_stored(self) -> bool:
+        """Tells whether nothing turns its values into others, or moves them."""
+        is_moved = self.places is not None or self.columns is not None or self.interleaved_heads
+        return not (is_moved or self.subtract or self.is_decay)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfTensor:

@@ -17,7 +17,7 @@ from penstock.models.groups import grouped
 from penstock.models.quantized import QuantizedRows
 from penstock.models.spec import DecoderSpec
 from penstock.models.stored_names import EMBEDDINGS, FUSED_DOWN, FUSED_GATE, HEAD
-from penstock.models.weights import SLICE_BYTES, SafetensorsWeights, WeightSource
+from penstock.models.weights import SLICE_BYTES, SafetensorsWeights, StoredRun, WeightSource
 
 # What stands before the layers of a text decoder, in a checkpoint or in a release of the library.
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.", "")
@@ -252,6 +252,9 @@ class AdaptedWeights:
         self._source.copy_into(values, name)
         self.merge.apply(name, values)
         destination.fill(0, grouped(values.numpy(), destination.kind))
+
+    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
+        return None if name in self.merge.names else self._source.stored_runs(name, destination)
 
 
 @torch.no_grad()

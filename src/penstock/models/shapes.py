@@ -7,11 +7,13 @@ from typing import Any
 
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.layer_specs import state_bytes
-from penstock.models.quantization import GROUP_SUM_BYTES, HALF_GROUP, Quantization, quantized_sizes
+from penstock.models.projections import layer_projections
+from penstock.models.quantization import GROUP_SUM_BYTES, HALF_GROUP, Quantization, matrix_bytes, quantized_sizes
 from penstock.models.spec import DecoderSpec, decoder_spec
 from penstock.plan.memory import ModelShape
 
 ROUTE_BYTES = 12  # of a row in a mixture: its expert, its weight and its place
+ID_BYTES = 32  # of a token in a step: its id, its position, and both again as they are put together
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -40,8 +42,23 @@ def native_shape(
         expert_bytes_per_token=_expert_bytes(
             spec, DTYPE_BYTES[dtype], device, has_codes=bool(quantized and quantized.has_experts and multiplies_codes)
         ),
+        swept_bytes_per_token=_swept_bytes(spec, DTYPE_BYTES[dtype], is_quantized=quantized is not None),
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )
+
+
+def layer_bytes(spec: DecoderSpec, dtype: str, quantization: Quantization | None) -> list[int]:
+    """Counts what the matrices of each layer take."""
+    found = []
+    for index in range(spec.num_layers):
+        num_bytes = spec.layer_parameters(index) * DTYPE_BYTES[dtype]
+        for projection in layer_projections(spec, index).values():
+            if quantization is not None and (types := quantization.types(projection)) is not None:
+                num_inputs = projection.num_inputs
+                num_bytes -= projection.num_outputs * num_inputs * DTYPE_BYTES[dtype]
+                num_bytes += sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
+        found.append(num_bytes)
+    return found
 
 
 def _expert_bytes(spec: DecoderSpec, dtype_bytes: int, device: str, *, has_codes: bool) -> int:
@@ -54,6 +71,13 @@ def _expert_bytes(spec: DecoderSpec, dtype_bytes: int, device: str, *, has_codes
         return values + spec.experts.num_active * ROUTE_BYTES + max(inner, hidden) // HALF_GROUP * GROUP_SUM_BYTES
     values = spec.experts.num_active * (spec.experts.intermediate_size + spec.hidden_size) + spec.hidden_size
     return values * dtype_bytes + spec.experts.num_active * ROUTE_BYTES
+
+
+def _swept_bytes(spec: DecoderSpec, dtype_bytes: int, *, is_quantized: bool) -> int:
+    """Counts hidden states, which are float32 beside codes, cosines and sines, inputs of layers, and ids and places."""
+    rotated = sum(rotary.num_dims for rotary in spec.rotaries.values())
+    hidden_bytes = spec.hidden_size * (4 if is_quantized else dtype_bytes)
+    return hidden_bytes + (rotated + _layer_input_values(spec)) * dtype_bytes + ID_BYTES
 
 
 def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:

@@ -242,6 +242,25 @@ class DecoderSpec:
         return embeddings + (self.layer_inputs.num_looked_up(self.num_layers) if self.layer_inputs else 0)
 
     @property
+    def num_passed(self) -> int:
+        """Counts the parameters that each token is multiplied with."""
+        experts = self.experts and replace(self.experts, num_experts=self.experts.num_active)
+        return replace(self, experts=experts).num_parameters - self.num_embedded
+
+    def layer_parameters(self, index: int) -> int:
+        """Counts those of a layer's matrices and biases, but for norms."""
+        layer, count = self.layers[index], 0
+        if layer.has_attention:
+            count += self._attention_parameters(layer)
+        if layer.is_recurrent and self.recurrent is not None:
+            count += self.recurrent.num_parameters(self.hidden_size)
+        if layer.has_experts and self.experts is not None:
+            count += self.experts.num_parameters(self.hidden_size)
+        if self.layer_inputs is not None:
+            count += 2 * self.hidden_size * self.layer_inputs.width
+        return count + self._mlp_parameters(layer)
+
+    @property
     def attention_growth(self) -> tuple[tuple[float, float], ...]:
         """Estimates what each position before a token adds to its cost, as a share of that of the first.
 
@@ -250,9 +269,7 @@ class DecoderSpec:
         widths: Counter[float] = Counter()
         for layer in self.layers:
             widths[layer.window or inf] += layer.head_size if layer.has_attention else 0
-        experts = self.experts and replace(self.experts, num_experts=self.experts.num_active)
-        passed = replace(self, experts=experts).num_parameters - self.num_embedded  # by each token
-        return tuple((2 * width * self.num_heads / passed, reach) for reach, width in widths.items() if width)
+        return tuple((2 * width * self.num_heads / self.num_passed, reach) for reach, width in widths.items() if width)
 
     @property
     def widest_mlp(self) -> int:

@@ -32,6 +32,9 @@ FULL_PRECISION = frozenset({"F32", "F64"})
 FLOATS = frozenset({"F16", "BF16", *FULL_PRECISION})
 
 
+StoredRun = tuple[Path, int, int]  # a file, the first byte, and how many
+
+
 class WeightSource(Protocol):
     """Tensors under their Hugging Face names. `quantization` is the type that most values are stored in."""
 
@@ -50,6 +53,17 @@ class WeightSource(Protocol):
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         """Fills `destination`, rows of a matrix that is kept in few bits, with the tensor."""
         ...
+
+    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
+        """Finds the bytes that would fill `destination`, one after another; None where they are not stored as such."""
+        ...
+
+
+def fill(source: WeightSource, destination: torch.Tensor | QuantizedRows, name: str) -> None:
+    if isinstance(destination, QuantizedRows):
+        source.quantize_into(destination, name)
+    else:
+        source.copy_into(destination, name)
 
 
 def open_weights(files: ModelFiles) -> WeightSource:
@@ -147,6 +161,9 @@ class HalvesFirst:
             destination = destination.taking(self._order(self.shape(name)[0]).numpy())
         self.source.quantize_into(destination, name)
 
+    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
+        return None if name in self.of else self.source.stored_runs(name, destination)
+
     def _order(self, num_rows: int) -> torch.Tensor:
         """Finds where each row is stored."""
         head = torch.arange(self.head_size)
@@ -235,6 +252,13 @@ class SafetensorsWeights:
         tensor = self._find(name)
         _check_destination(destination, tensor.shape, name, tensor.path)
         self._copy_values(destination.detach(), tensor, name, 0)
+
+    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
+        tensor = self._tensors.get(name)
+        if tensor is None or DTYPES.get(tensor.dtype) != destination.dtype or not destination.is_contiguous():
+            return None
+        _check_destination(destination, tensor.shape, name, tensor.path)
+        return [(tensor.path, tensor.offset, destination.nbytes)]
 
     def _copy_values(self, destination: torch.Tensor, tensor: StoredTensor, name: str, first: int) -> None:
         """Values from number `first` on."""
@@ -400,6 +424,16 @@ class GgufWeights:
             moved[:, piece.columns] = values
             values = moved
         return values
+
+    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
+        tensor = self._find(name)
+        pieces = sorted(tensor.pieces, key=lambda piece: piece.first_row)
+        is_as_stored = not tensor.is_turned and destination.is_contiguous() and all(p.is_as_stored for p in pieces)
+        if not is_as_stored or {DTYPES.get(p.stored.quant_type.name) for p in pieces} != {destination.dtype}:
+            return None
+        if _without_ones(destination.shape) != _without_ones(tensor.shape):
+            _check_destination(destination, tensor.shape, name, self._path)
+        return [(p.stored.path, p.stored.offset, p.stored.num_bytes) for p in pieces]
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         tensor = self._find(name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import ceil
 from typing import Any
 
 from penstock.config import CHECKPOINT_TOKENS, MB, STATE_SHARE
 from penstock.plan.chunks import ChunkedPrefillConfig, num_chunks
+from penstock.plan.placement import Placement
 
 LOGIT_BYTES = 4  # logits are sampled in float32
 NUM_TOKENS_WITHOUT_KV = 2**30  # a recurrent model's tokens cost nothing; another limit will hold
@@ -42,6 +43,7 @@ class ModelShape:
     group_sum_bytes_per_token: int = 0  # where they are
     copied_bytes_per_token: int = 0  # of the context, while a layer attends: models that keep their own cache
     kv_values_per_token: int | None = None  # of all layers; None: they are all alike
+    swept_bytes_per_token: int = 0  # that a step keeps from layer to layer where it is cut into tiles
 
     @classmethod
     def of(cls, spec: object, **others: Any) -> ModelShape:
@@ -82,6 +84,13 @@ class MemoryModel:
     media_bytes: int = 0  # kept for features of media and for one call of their encoder
     num_logit_rows: int = 1  # whose logits exist at once
     most_packed_bytes: int | None = None  # of a matrix, while a product runs; None: all of it
+    tile_tokens: int | None = None  # that a wider step is cut into inside each layer; None: it is not cut
+    placement: Placement = field(default_factory=Placement)  # of layers: all stay, or some stream
+
+    @property
+    def weight_bytes(self) -> int:
+        """Counts those that are resident, and the ring that others stream through."""
+        return self.shape.weight_bytes - self.placement.saved_bytes
 
     def state_bytes(self, num_tokens: int) -> int:
         """Counts the bytes of one sequence of that many tokens: its own state and the checkpoints kept on the way."""
@@ -94,7 +103,9 @@ class MemoryModel:
 
     def activation_bytes(self, chunk: int, context: int) -> int:
         """Everything that lives only while `chunk` tokens that end at `context` are computed."""
-        return self._linear_bytes(chunk) + self._attention_bytes(chunk, context) + self._packing_bytes(chunk)
+        tile = min(chunk, self.tile_tokens or chunk)
+        kept = chunk * self.shape.swept_bytes_per_token if tile < chunk else 0
+        return kept + self._linear_bytes(tile) + self._attention_bytes(tile, context) + self._packing_bytes(tile)
 
     def logits_bytes(self, num_rows: int) -> int:
         """Logits in the model's dtype, in float32, and their softmax."""
@@ -112,7 +123,7 @@ class MemoryModel:
 
     def fixed_bytes(self, kv_tokens: int, state_slots: int | None = None) -> int:
         """Counts all but the activations."""
-        resident = self.runtime_bytes + self.shape.weight_bytes + self.media_bytes
+        resident = self.runtime_bytes + self.weight_bytes + self.media_bytes
         states = self.state_bytes(kv_tokens) if state_slots is None else state_slots * self.shape.state_bytes
         return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(self.num_logit_rows)
 
@@ -154,7 +165,7 @@ class MemoryModel:
         copied = num_tokens * self.shape.copied_bytes_per_token
         needed = fixed + self.kv_bytes(num_tokens) + copied + self.block_size * self.shape.copied_bytes_per_token
         # A larger budget has more slots for states, up to their share of what the weights leave.
-        taken = self.runtime_bytes + self.shape.weight_bytes
+        taken = self.runtime_bytes + self.weight_bytes
         without_states = needed - taken - slots * self.shape.state_bytes
         return max(needed, taken + ceil(without_states / (1 - STATE_SHARE))) if slots else needed
 

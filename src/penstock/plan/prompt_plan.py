@@ -80,7 +80,7 @@ def plan_prompt(
         chunk_size=chunk_size,
         num_chunks=len(sizes),
         runtime_bytes=memory.runtime_bytes,
-        weight_bytes=memory.shape.weight_bytes,
+        weight_bytes=memory.weight_bytes,
         kv_bytes=memory.kv_bytes(prompt_tokens),
         state_bytes=memory.state_bytes(prompt_tokens),
         # What the peak leaves beside the rest: under a tight budget the last chunks are smaller than the first.

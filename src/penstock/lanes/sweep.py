@@ -1,0 +1,104 @@
+"""Sweeps: a wide step is cut into tiles inside each layer, so that all its tokens pass a layer before the next begins.
+
+A tile is what a chunk of its size would be, with the same kernels, so the numbers are the same. Only hidden states grow
+with the step.
+"""
+
+# T tokens of the step, M hidden size
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from penstock.attention.backend import AttentionBackend, ForwardInputs
+from penstock.cache.storage import StateStorage
+from penstock.models.cpu_steps import CompiledSteps
+from penstock.models.decoder import Decoder
+
+BESIDE = 16  # a step that is wider than a tile by this part of it is still run as one: decodes beside a chunk
+
+
+class Sweep:
+    """Steps that go through one layer after another, tile by tile in each."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        *,
+        width: int,
+        steps: CompiledSteps | None,
+        states: StateStorage | None,
+    ) -> None:
+        self.width = width  # of a tile
+        self._decoder = decoder
+        self._attention = attention
+        self._steps = steps
+        self._states = states
+
+    def takes(self, inputs: ForwardInputs) -> bool:
+        """Tells whether a step is too wide for one tile, or some layer has to be waited for."""
+        is_wide = inputs.media is None and len(inputs.ids_T) > self.width + self.width // BESIDE
+        return is_wide or self._decoder.stream is not None
+
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Hidden states [T, M] of every token of the step."""
+        decoder, stream = self._decoder, self._decoder.stream
+        if stream is not None:
+            stream.begin()
+        hidden_TM = torch.empty(len(inputs.ids_T), decoder.spec.hidden_size, dtype=decoder.residual_dtype)
+        tiles = [inputs] if inputs.media is not None else list(cut(inputs, self.width))
+        rows = hidden_TM.split([len(tile.ids_T) for tile in tiles])
+        passages = [decoder.begin(tile, out_TM) for tile, out_TM in zip(tiles, rows, strict=True)]
+        for index in range(len(decoder.layers)):
+            with nullcontext() if stream is None else stream.layer(index):
+                for passage in passages:
+                    self._attention.begin_step(passage.inputs)
+                    if self._steps is not None and self._steps.fits(passage.inputs):
+                        self._steps.advance(range(index, index + 1), passage)
+                    else:
+                        decoder.advance(index, passage, self._attention, self._states)
+        return hidden_TM
+
+
+def cut(inputs: ForwardInputs, width: int) -> Iterator[ForwardInputs]:
+    """Yields the tiles of a step, in the order of its rows: short chunks together, long ones cut from their start."""
+    parts: list[tuple[int, int, int]] = []  # (chunk, first row, end row) of the next tile
+    for chunk, (first, end) in enumerate(pairwise(inputs.query_starts)):
+        if parts and end - parts[0][1] > width:
+            yield _tile(inputs, parts)
+            parts = []
+        while end - first > width:
+            yield _tile(inputs, [(chunk, first, first + width)])
+            first += width
+        parts.append((chunk, first, end))
+    yield _tile(inputs, parts)
+
+
+def _tile(inputs: ForwardInputs, parts: list[tuple[int, int, int]]) -> ForwardInputs:
+    """Makes a step of these rows alone: each chunk ends where its part does."""
+    chunks, firsts, ends = zip(*parts, strict=True)
+    rows = slice(firsts[0], ends[-1])
+
+    def of_chunks(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[chunk] for chunk in chunks) if values else ()
+
+    lacking = (inputs.query_starts[chunk + 1] - end for chunk, end in zip(chunks, ends, strict=True))
+    return replace(
+        inputs,
+        ids_T=inputs.ids_T[rows],
+        positions_T=inputs.positions_T[rows],
+        query_starts=tuple(row - rows.start for row in (*firsts, rows.stop)),
+        context_lens=tuple(inputs.context_lens[chunk] - num for chunk, num in zip(chunks, lacking, strict=True)),
+        block_table=of_chunks(inputs.block_table),
+        rotary_variants=of_chunks(inputs.rotary_variants),
+        sequence_ids=of_chunks(inputs.sequence_ids),
+        state_slots=of_chunks(inputs.state_slots),
+        source_lens=of_chunks(inputs.source_lens),
+    )

@@ -1,0 +1,99 @@
+"""Which layers stay in memory and which are read again for every step, where the weights do not fit. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config import CPU_GFLOPS_OF_A_CORE, DISK_BYTES_PER_S, MB, MIB
+
+NUM_SLOTS = 3  # of the ring: one layer is computed, one is there, one is being read
+NUM_READERS = 2  # threads that read
+READ_BYTES = 4 * MIB  # that a reader asks for at a time, and has a buffer for
+PAGE = 4096  # to which reads past the page cache are aligned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Layers that stream, through a ring of slots; the others stay."""
+
+    streamed: tuple[int, ...] = ()
+    num_layers: int = 0
+    pass_bytes: int = 0  # that a pass over all layers reads
+    slot_bytes: int = 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """Counts the slots, and the buffers of those who read."""
+        if not self.streamed:
+            return 0
+        return min(NUM_SLOTS, len(self.streamed)) * self.slot_bytes + NUM_READERS * READ_BYTES
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.pass_bytes - self.ring_bytes
+
+
+def spread(num_streamed: int, num_layers: int) -> tuple[int, ...]:
+    """Spreads streamed layers evenly, so that the others are computed while they are read."""
+    return tuple((2 * index + 1) * num_layers // (2 * num_streamed) for index in range(num_streamed))
+
+
+def place_layers(layer_bytes: Sequence[int], *, lacking_bytes: int) -> Placement | None:
+    """Streams as few layers as save what is lacking; None where that cannot be had."""
+    if lacking_bytes <= 0:
+        return Placement(num_layers=len(layer_bytes))
+    for num_streamed in range(1, len(layer_bytes) + 1):
+        streamed = spread(num_streamed, len(layer_bytes))
+        sizes = [layer_bytes[index] for index in streamed]
+        found = Placement(
+            streamed=streamed,
+            num_layers=len(layer_bytes),
+            pass_bytes=sum(sizes),
+            slot_bytes=-(-max(sizes) // PAGE) * PAGE,
+        )
+        if found.saved_bytes >= lacking_bytes:
+            return found
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingPlan:
+    """What streaming costs: of every pass over the layers, whatever the number of tokens."""
+
+    num_streamed: int
+    num_layers: int
+    pass_bytes: int
+    pass_s: float
+    bytes_per_s: float  # of the disk
+    is_measured: bool  # else it was assumed
+    compute_bound_tokens: int  # of a step, from which on computing takes longer than reading
+
+    @classmethod
+    def of(
+        cls, placement: Placement, *, flops_per_token: float, num_cores: int, bytes_per_s: float | None = None
+    ) -> StreamingPlan | None:
+        """None where nothing streams. `bytes_per_s`: of the disk, measured; None: it is assumed."""
+        if not placement.streamed:
+            return None
+        speed = bytes_per_s or DISK_BYTES_PER_S
+        pass_s = placement.pass_bytes / speed
+        tokens = pass_s * num_cores * CPU_GFLOPS_OF_A_CORE * 1e9 / flops_per_token
+        return cls(
+            num_streamed=len(placement.streamed),
+            num_layers=placement.num_layers,
+            pass_bytes=placement.pass_bytes,
+            pass_s=pass_s,
+            bytes_per_s=speed,
+            is_measured=bytes_per_s is not None,
+            compute_bound_tokens=max(1, round(tokens)),
+        )
+
+    def summary(self) -> str:
+        """Says it in a sentence."""
+        known = "as measured" if self.is_measured else "as assumed"
+        return (
+            f"{self.num_streamed} of {self.num_layers} layers stream from disk: {self.pass_bytes / MB:,.0f} MB for "
+            f"each step, {self.pass_s:.1f} s at {self.bytes_per_s / MB:,.0f} MB/s {known}; steps of "
+            f"{self.compute_bound_tokens:,} tokens and more take longer to compute"
+        )
