@@ -12,10 +12,12 @@ from tiny_models import prompt
 
 from penstock.attention.backend import ForwardInputs
 from penstock.lanes.sweep import cut
+from penstock.request import Finished
 
 QUICK = ["llama", "qwen3-next", "gemma4-e", "phi3-longrope"]
 FAMILIES = sorted(tiny_models.CONFIGS)
 PROMPT = prompt(157)
+PROMPTS = [PROMPT, prompt(45)[7:20]]
 WHOLE = {"prefix_cache": False}
 
 
@@ -94,3 +96,35 @@ def test_a_resident_model_reads_a_whole_prompt_in_the_memory_of_a_tile(load):
     memory = load("llama").model.memory
     whole, tile = (memory.activation_bytes(num_tokens, 32_768) for num_tokens in (32_768, 1024))
     assert whole - tile == 32_768 * memory.shape.swept_bytes_per_token
+
+
+def test_a_sweep_tells_how_far_it_is_after_each_layer(load):
+    engine, told = load("llama", chunk_size=0), []
+    engine.model.lane.sweep.width = 16
+    engine.on_layer = told.append
+    engine.generate(PROMPT, max_tokens=2)
+    assert [event.num_computed for event in told] == [len(PROMPT) * layer // 4 for layer in (1, 2, 3)]
+    assert {event.num_total for event in told} == {len(PROMPT)}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-next"])
+def test_a_cancelled_sweep_ends_after_the_layer_and_others_go_on(name, load):
+    expected = load(name, chunk_size=0).generate(PROMPTS[1], max_tokens=8, ignore_eos=True).token_ids
+    engine, told = load(name, chunk_size=0), []
+    engine.model.lane.sweep.width = 16
+    stream = engine.submit(PROMPTS[1], max_tokens=8, ignore_eos=True)
+    engine.step()
+    left = engine.submit(PROMPT, max_tokens=8)
+
+    def cancel(event):
+        told.append(event.request_id)
+        engine.cancel(left)
+
+    engine.on_layer = cancel
+    outputs = {}
+    while len(outputs) < 2:
+        outputs |= {event.request_id: event.output for event in engine.step() if isinstance(event, Finished)}
+    assert told == [left], "no layer after the one in which it was cancelled"
+    assert outputs[left].finish_reason == "abort"
+    assert outputs[left].token_ids == ()
+    assert outputs[stream].token_ids == expected

@@ -41,6 +41,7 @@ class ForwardInputs:
     state_loads: tuple[tuple[int | None, int], ...] = ()  # (from, to) before the step; from None: zeros
     state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
     take_hidden: Callable[[torch.Tensor], None] | None = None  # gets the last hidden states, [T, M]; None: nobody asks
+    after_layer: Callable[[int, int], None] | None = None  # told (layers done, of how many) in a sweep; may end it
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
     media: MediaInputs | None = None  # None: tokens only
     num_real_1: torch.Tensor | None = None  # on the device, of a padded step: tokens before the padding

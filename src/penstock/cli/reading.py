@@ -43,15 +43,25 @@ def follow(engine: Engine, request_id: int, console: Console, *, shows_text: boo
     output: Output | None = None
     with ShownAnswer(console, shows_text=shows_text) as shown:
         shown.read(0, None, FIRST_CHUNK)
-        for event in engine.events(request_id):
-            if isinstance(event, PrefillProgress):
-                shown.read(event.num_computed, event.num_total_estimate, _told(event))
-            elif isinstance(event, Token):
-                shown.write(event.text)
-            elif isinstance(event, Finished):
-                output = event.output
+
+        def read(event: PrefillProgress) -> None:
+            shown.read(event.num_computed, event.num_total_estimate, _told(event))
             if shown.is_interrupted:
-                engine.abort(request_id)
+                engine.cancel(request_id)
+
+        engine.on_layer = read
+        try:
+            for event in engine.events(request_id):
+                if isinstance(event, PrefillProgress):
+                    read(event)
+                elif isinstance(event, Token):
+                    shown.write(event.text)
+                elif isinstance(event, Finished):
+                    output = event.output
+                if shown.is_interrupted:
+                    engine.abort(request_id)
+        finally:
+            engine.on_layer = None
     assert output is not None
     return output
 

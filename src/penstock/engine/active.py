@@ -121,6 +121,26 @@ class Active:
             predicted_peak_bytes=self._final_peak(estimate),
         )
 
+    def progress_within(self, chunk: Chunk, share: float, step_s: float, now: float) -> PrefillProgress:
+        """Progress while a chunk is computed, of which a share of the layers is done, `step_s` after its step began."""
+        num_done = chunk.start + int(share * chunk.num_tokens)
+        estimate = max(chunk.num_prompt_tokens or (self.feed.num_total_estimate if self.feed else 0), chunk.end)
+        speed = (num_done - chunk.start) / step_s if step_s > 0 else 0.0
+        return PrefillProgress(
+            request_id=self.request.id,
+            num_computed=num_done,
+            num_cached=self.hits.num_tokens,
+            num_total=chunk.num_prompt_tokens,
+            num_total_estimate=estimate,
+            chunk_start=chunk.start,
+            chunk_end=chunk.end,
+            elapsed_s=now - (self.started_at or now - step_s),
+            tokens_per_s=speed,
+            eta_s=(estimate - num_done) / speed if speed else 0.0,
+            memory_bytes=self.held.num_bytes,
+            predicted_peak_bytes=self.predicted_bytes,
+        )
+
     def _final_peak(self, num_tokens: int) -> int:
         """Predicts the peak that the whole prompt will have; of a source that is the first step's already."""
         first = self.chunks[0]

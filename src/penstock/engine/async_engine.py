@@ -98,6 +98,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        engine.on_layer = self._hand_out
         self._readers: dict[int, Follower] = {}
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._wakes = threading.Condition()
@@ -204,7 +205,8 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._call(submit))
 
     def forget(self, request_id: int) -> None:
-        """Ends the request if it still runs; takes effect within one chunk."""
+        """Ends the request if it still runs; takes effect within one chunk, or one layer of a chunk in tiles."""
+        self.engine.cancel(request_id)
 
         def forget() -> None:
             self._readers.pop(request_id, None)

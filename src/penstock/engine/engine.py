@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from penstock.request import (
     Finished,
     FinishReason,
     Output,
+    PrefillProgress,
     SamplingParams,
     Span,
     StepPlan,
@@ -58,6 +60,10 @@ from penstock.trace.recorder import Recorder, Recording
 
 MOVE_WAIT_S = 0.05  # of a step that waits for moves alone, so that whoever comes meanwhile is seen
 LONGEST_FLUSH_S = 10.0  # for what is not on the disk yet when an engine is closed
+
+
+class _StepLeft(Exception):
+    """Nobody waits any more for the prompts of a step, which is given up between two layers."""
 
 
 class Engine:
@@ -119,6 +125,9 @@ class Engine:
         self._is_closed = False
         self.on_plan: Callable[[StepPlan], None] | None = None
         self.on_step: Callable[[StepPlan, StepResult], None] | None = None
+        # Told of prompts that are read in steps wider than a tile, after each layer.
+        self.on_layer: Callable[[PrefillProgress], None] | None = None
+        self._leaving: set[int] = set()  # cancelled from another thread, or within a step
         self.recorder: Recorder | None = None  # None: nothing is kept of a step
         self._trace_path = trace
         self.disk: DiskCache | None = None
@@ -387,6 +396,10 @@ class Engine:
                 self._land()
             self._collect_ended()
 
+    def cancel(self, request_id: int) -> None:
+        """Aborts a request from any thread, also in the middle of a step that goes layer by layer."""
+        self._leaving.add(request_id)
+
     def fail(self, request_id: int, error: Exception) -> None:
         """Ends a request that cannot go on; whoever follows it is told why."""
         if request_id in self.scheduler.sequences:
@@ -395,6 +408,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One step for all requests; returns what happened since the last one."""
+        self._abort_leaving()
         self.scheduler.expire(time.perf_counter())
         self._collect_ended()
         while len(self._flights) < self.most_in_flight and self._launch():
@@ -422,6 +436,10 @@ class Engine:
                 return True
             try:
                 logits = self._begin(plan)
+            except _StepLeft:
+                self._fail_step(plan)
+                self._abort_leaving()
+                continue
             except BaseException as error:
                 self._fail_step(plan)
                 del self.adjustments[num_adjustments:]
@@ -453,7 +471,24 @@ class Engine:
             self.model.lane.release(request_id)
             self._feeding.begin(request_id)
         samplers = {chunk.sequence_id: self._active[chunk.sequence_id].sampler for chunk in plan.chunks}
-        return self._runner.run(plan, self.scheduler.sequences, samplers)
+        return self._runner.run(
+            plan, self.scheduler.sequences, samplers, partial(self._after_layer, plan, began=time.perf_counter())
+        )
+
+    def _after_layer(self, plan: StepPlan, num_done: int, num_layers: int, began: float | None = None) -> None:
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prefill]
+        if prompts and self._leaving.issuperset(chunk.sequence_id for chunk in prompts):
+            raise _StepLeft
+        if self.on_layer is None or num_done == num_layers:  # the end of the step is told with it
+            return
+        now = time.perf_counter()
+        for chunk in prompts:
+            active = self._active[chunk.sequence_id]
+            self.on_layer(active.progress_within(chunk, num_done / num_layers, now - (began or now), now))
+
+    def _abort_leaving(self) -> None:
+        while self._leaving:
+            self.abort(self._leaving.pop())
 
     def _fail_step(self, plan: StepPlan) -> None:
         self.scheduler.fail(plan.step)

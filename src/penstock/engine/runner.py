@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,7 +75,11 @@ class Runner:
         self._last: tuple[Mapping[int, int], torch.Tensor] = ({}, torch.empty(0))
 
     def run(
-        self, plan: StepPlan, sequences: Mapping[int, SequenceState], samplers: Mapping[int, Sampler]
+        self,
+        plan: StepPlan,
+        sequences: Mapping[int, SequenceState],
+        samplers: Mapping[int, Sampler],
+        after_layer: Callable[[int, int], None] | None = None,
     ) -> StepLogits:
         """Logits by sequence: of the chunk's last token, or of every token where prompt logprobs are wanted."""
         rows_by_sequence: dict[int, slice] = {}
@@ -90,7 +95,8 @@ class Runner:
         if self.device.type == "cuda":
             begun = torch.cuda.Event(enable_timing=True)
             begun.record()
-        logits = self.lane.run(self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled)))
+        inputs = self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled))
+        logits = self.lane.run(replace(inputs, after_layer=after_layer))
         # Masks of grammars are computed here, while the device computes the step.
         asks = [
             self._ask(chunk, sequences[chunk.sequence_id], samplers[chunk.sequence_id])

@@ -64,6 +64,8 @@ class Sweep:
                         self._steps.advance(range(index, index + 1), passage)
                     else:
                         decoder.advance(index, passage, self._attention, self._states)
+            if inputs.after_layer is not None:
+                inputs.after_layer(index + 1, len(decoder.layers))
         return hidden_TM
 
 

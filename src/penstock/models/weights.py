@@ -26,6 +26,7 @@ from penstock.models.safetensors import StoredTensor, read_safetensors_header
 from penstock.models.stored_names import SCALES
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
+SMALL_BYTES = 1 << 20  # of a tensor, behind which nothing is read ahead
 MXFP4_ITEMS = 32  # values that share a scale
 MXFP4_VALUES = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 FULL_PRECISION = frozenset({"F32", "F64"})
@@ -84,6 +85,8 @@ def _read_into(path: Path, offset: int, values: torch.Tensor) -> None:
     memory = memoryview(values.reshape(-1).view(torch.uint8).numpy())
     try:
         with path.open("rb", buffering=0) as file:
+            if len(memory) < SMALL_BYTES and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # what lies behind it may not be wanted
             done = 0
             while done < len(memory):
                 count = os.preadv(file.fileno(), [memory[done:]], offset + done)
