@@ -26,7 +26,9 @@ INLINE int has_sum(const enum type type) { return has_lowest(type) || format_of(
 INLINE int place_of_code(const int pair, const int which, const enum type type)
 {
     const int low = format_of(type).low, high = format_of(type).high, place = 16 * which + pair * low % 16;
-    return low == 8 || book_of(type) ? 0 : smaller(place, 30 - low - high);
+    if (low == 8)
+        return which ? 8 : 24; /* bytes have their sign in the highest bit of a word */
+    return book_of(type) ? 0 : smaller(place, 30 - low - high);
 }
 
 /* Codes of one input of a pair, from words of 32 bits that hold both. */
@@ -46,7 +48,7 @@ INLINE void pair_of_numbers(const char *codes, const int pair, const int piece, 
     ints numbers[2];
     if (low == 8) {
         ints both = i_shorts(codes + 2 * BLOCK_OUTPUTS * pair + 2 * LANES * piece);
-        numbers[0] = i_signed_right(i_left(both, 24), 24), numbers[1] = i_signed_right(both, 8);
+        numbers[0] = i_left(both, 24), numbers[1] = i_and(both, ~255);
     } else
         for (int i = 0; i < 2; i++) {
             const int place = place_of_code(pair, i, type);
