@@ -340,8 +340,11 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
     Recurrent heads remember from ten tokens to thousands, so that a state that is lost shows long after.
     """
+    return random_model(CONFIGS[name](), seed=seed).to(dtype)
+
+
+def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -353,7 +356,7 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 parameter.copy_(torch.linspace(-8, -2, len(parameter)))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3))
-    return model.to(dtype)
+    return model
 
 
 def save_tiny_model(name: str, folder: Path, **values) -> PreTrainedModel:
