@@ -7,8 +7,9 @@ import torch
 from float64_reference import float64_logits
 from lane_ids import GENERIC_TEXT
 from logit_recorder import LogitRecorder
+from tiny_causal import tiny_causal_model
 from tiny_generic import MUST_SHOW, TROUBLE, save_causal_model
-from tiny_models import prompt
+from tiny_models import prompt, save_tokenizer
 
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidModelFile, PromptTooLong, UnknownLane, UnsupportedModel
@@ -197,3 +198,16 @@ def test_missing_weights_are_refused(tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(InvalidModelFile, match=r"norm_f\.weight"):
         Engine.load(str(tmp_path), memory="4GiB")
+
+
+@pytest.mark.evidence
+def test_heads_that_the_config_tells_elsewhere_are_counted_once_the_model_is_loaded(tmp_path):
+    """Layers with windows have more key-value heads, and values are wider than keys: the plan cannot know."""
+    model = tiny_causal_model("mimo_v2_flash")
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    cache = model(input_ids=torch.arange(3, 9)[None], use_cache=True).past_key_values
+    kept = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+    per_token = sum(part.shape[1] * part.shape[3] * part.element_size() for part in kept)
+    with Engine.load(str(tmp_path), dtype="float32", memory="4GiB", threads=1) as engine:
+        assert engine.model.memory.shape.kv_bytes_per_token == per_token

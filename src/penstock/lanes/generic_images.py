@@ -66,10 +66,14 @@ class GenericImagesLoader:
             checks = checks.with_finding("picture", found)
         checks = checks.with_real_weights(model, lambda: check_real_media(lane))
         lane.facts = with_boundary(checks.facts(model), media.sight)
+        fixed, per_token = lane.cache_bytes()
+        rows = memory.shape.state_bytes_per_token  # of images
+        counted = memory.shape.kv_bytes_per_token - rows
         memory = loading.measured(
             memory,
             model,
-            state_bytes=lane.cache_bytes()[0],
+            state_bytes=fixed,
+            state_bytes_per_token=rows + max(0, per_token - counted),
             attends_through_scores=model.config.get_text_config()._attn_implementation == "eager",
         )
         lane.shape = memory.shape

@@ -92,10 +92,13 @@ class GenericTextLoader:
         checks = checks.with_real_weights(model, lambda: check_real_text(model, checks.verdict, attention_backend))
         facts = checks.facts(model)
         entering = EnteringModel(model, checks.verdict)
-        num_kv_layers, sizes = len(entering.calls) or self.spec.num_kv_layers, _measured_sizes(entering)
+        fixed, per_token = (0, 0) if entering.calls else entering.cache_bytes()
+        num_kv_layers, sizes = len(entering.calls) or self.spec.num_kv_layers, _measured_sizes(entering, fixed)
+        memory = price(place, checks.verdict)
         memory = loading.measured(
-            price(place, checks.verdict),
+            memory,
             model,
+            state_bytes_per_token=max(0, per_token - memory.shape.kv_bytes_per_token),
             num_layers=num_kv_layers,
             attends_through_scores=not entering.calls and model.config._attn_implementation == "eager",
             **sizes,
@@ -118,10 +121,10 @@ class GenericTextLoader:
         )
 
 
-def _measured_sizes(entering: EnteringModel) -> dict[str, int]:
+def _measured_sizes(entering: EnteringModel, fixed_bytes: int) -> dict[str, int]:
     """What the model really calls and keeps, in place of the estimates from its config."""
     if not entering.calls:
-        return {"state_bytes": entering.cache_bytes()[0]}
+        return {"state_bytes": fixed_bytes}
     call = entering.calls[0]
     heads = {"num_heads": call.num_heads, "num_kv_heads": call.num_kv_heads, "head_size": call.head_size}
     return heads | {"state_bytes": 0}
