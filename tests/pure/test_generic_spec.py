@@ -157,3 +157,12 @@ def test_a_model_whose_layers_differ_is_planned_with_its_own_cache(tmp_path):
     )
     memory = GENERIC_TEXT.price(place, None)
     assert memory.shape.kv_bytes_per_token == spec.own_kv_values * 4
+
+
+def test_layers_that_are_listed_are_counted():
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 90}
+    spec = generic_spec(
+        {"model_type": "nemotron_h", "layers_block_type": kinds, "max_position_embeddings": 64, **sizes}
+    )
+    assert (spec.num_layers, spec.num_kv_layers) == (4, 1)

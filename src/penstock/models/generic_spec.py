@@ -58,7 +58,9 @@ def generic_spec(config: Mapping[str, Any]) -> GenericSpec:
     family = str(config.get("model_type"))
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     try:
-        return _generic_spec(family, text or config)
+        text = text or config
+        listed = text.get("layers_block_type") or text.get("layer_types")
+        return _generic_spec(family, {"num_hidden_layers": len(listed), **text} if listed else text)
     except (TypeError, ValueError, ZeroDivisionError, LookupError) as error:
         raise InvalidModelFile(
             f"config.json of this {family} model lacks a size or has one of the wrong kind: {error}."
