@@ -20,8 +20,7 @@ def write_random_model(config: dict[str, Any], folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.WordLevel({"w0": 0}, unk_token="w0")).save(str(folder / "tokenizer.json"))
     decoder = Decoder(decoder_spec(config), dtype=torch.bfloat16, device=torch.device("meta"))
-    layers = (part for index in range(len(decoder.layers)) for part in decoder._layer_destinations(index))
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*decoder._outer_destinations(), *layers)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in decoder.destinations()}
     header, end = {}, 0
     for name, shape in shapes.items():
         num_bytes = 2 * torch.Size(shape).numel()

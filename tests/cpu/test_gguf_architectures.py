@@ -77,7 +77,7 @@ def test_a_gguf_gives_the_decoder_of_the_folder_that_it_was_made_of(pair):
 def memory_of(decoder: Decoder) -> list[tuple[str, torch.Tensor]]:
     """Every tensor once: its whole storage, which names share in different ways."""
     found = {
-        destination.untyped_storage().data_ptr(): (name, destination) for name, destination in decoder._destinations()
+        destination.untyped_storage().data_ptr(): (name, destination) for name, destination in decoder.destinations()
     }
     return [(name, torch.empty(0).set_(one.untyped_storage())) for name, one in found.values()]
 

@@ -134,7 +134,7 @@ def test_the_memory_model_counts_experts_and_recurrent_layers_as_they_are_kept(w
     case = "qwen35moe, three of a key"
     with Engine.load(str(write(case, **SIZES[case])), memory="4GiB", dtype="bfloat16") as engine:
         shape, decoder = engine.model.memory.shape, engine.model.lane.decoder
-    destinations = dict(decoder._destinations()).values()
+    destinations = dict(decoder.destinations()).values()
     matrices = {id(one.matrix): one.matrix for one in destinations if isinstance(one, QuantizedRows)}.values()
     assert shape.quantized_bytes == sum(matrix.num_bytes for matrix in matrices)
     experts = [layer.mlp for layer in decoder.layers]

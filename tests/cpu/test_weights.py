@@ -74,7 +74,7 @@ def test_a_decoder_asks_for_the_tensors_that_the_published_class_saves(tmp_path,
     decoder = Decoder(spec, dtype=torch.float32, device=torch.device("meta"))
     stored = SafetensorsWeights(sorted(tmp_path.glob("*.safetensors"))).names
     first = OTHER_FIRST_NAMES.get(family[0], "model.")
-    assert {re.sub(r"^model\.", first, name) for name, _ in decoder._destinations()} == stored
+    assert {re.sub(r"^model\.", first, name) for name, _ in decoder.destinations()} == stored
 
 
 # --- safetensors --------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ STEPS = (
 def decoder(request):
     decoder = Decoder(decoder_spec(CONFIGS[request.param]().to_dict()), dtype=torch.float32, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
-    for _, destination in decoder._destinations():
+    for _, destination in decoder.destinations():
         values = torch.randn(destination.shape, generator=generator)
         destination.copy_(values * 0.15 if destination.dim() > 1 else 1 + 0.2 * values)
     return decoder

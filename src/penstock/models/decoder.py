@@ -487,8 +487,14 @@ class Decoder:
         for layer in self.layers:
             yield from layer.norms.values()
 
-    def _outer_destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    def destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
         """Yields (name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
+        yield from self._outer_destinations()
+        for index in range(len(self.layers)):
+            yield from self._layer_destinations(index)
+
+    def _outer_destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+        """Yields what belongs to no layer."""
         yield from _parts(outer_projection(self.spec, "embeddings"), self.embeddings_VM)
         if not self.spec.has_tied_embeddings:
             yield from _parts(outer_projection(self.spec, "head"), self.head_VM)
@@ -501,7 +507,7 @@ class Decoder:
             yield stored_name(self.spec, "model.per_layer_projection_norm.weight"), norm
 
     def _layer_destinations(self, index: int) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-        """Yields the same of a layer."""
+        """Yields what belongs to one layer."""
         layer, prefix, of_layer = self.layers[index], f"model.layers.{index}", self._projections[index]
         others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
         for recurrence in (layer.mixer, layer.beside):
