@@ -19,8 +19,17 @@ DEFAULT_KEPT_BYTES = 256 * 2**20  # features that stay for the next prompt with 
 PIXELS = "pixel_values"
 # What processors return for images besides pixels, by the names that towers take them under.
 TENSORS = frozenset(
-    {PIXELS, "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images", "image_position_ids"}
+    {
+        PIXELS,
+        "image_grid_thw",
+        "image_sizes",
+        "pixel_attention_mask",
+        "batch_num_images",
+        "image_position_ids",
+        "spatial_shapes",
+    }
 )
+ROWS_OF_PATCHES = {"image_position_ids", "spatial_shapes"}  # with these, pixels are patches in rows, padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +222,8 @@ def _medium(tower: Tower, inputs: dict[str, torch.Tensor], is_alone: bool, setti
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {is_alone}".encode())
         digest.update(tensor.view(torch.uint8).numpy())
     pixels = inputs[PIXELS]
-    num_patches = pixels.shape[-2] if "image_position_ids" in inputs else pixels.shape[0]
-    if not inputs.keys() & {"image_grid_thw", "image_position_ids"}:
+    num_patches = pixels.shape[-2] if inputs.keys() & ROWS_OF_PATCHES else pixels.shape[0]
+    if not inputs.keys() & {"image_grid_thw", *ROWS_OF_PATCHES}:
         num_patches = pixels[..., 0, :, :].numel() // tower.patch_size**2
     return Medium(inputs=inputs, num_patches=num_patches, key=digest.digest(), is_alone=is_alone)
 
