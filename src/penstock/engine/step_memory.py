@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.cache.states import StatePool
 from penstock.config import EngineConfig, written_budget
 from penstock.engine.loading import LoadedModel
 from penstock.errors import InvalidSetting
 from penstock.plan.chunks import last_chunks
+from penstock.plan.placement import Placement
 from penstock.plan.prompt_plan import ANSWER_TOKENS
 
 MARGIN = 1.02  # what a process holds before the weights differs by that much from run to run
@@ -38,10 +41,13 @@ class StepMemory:
         return self._largest_chunk(0, 0, num_tokens) == num_tokens
 
     def budget_for(self, num_tokens: int) -> str:
-        """Writes the budget under which a prompt of that length is read in chunks as asked for, and answered."""
-        config = self._config
+        """Writes the budget under which a prompt of that length is read in chunks as asked for, and answered.
+
+        All layers would stay there, as they do wherever they leave room for a prompt.
+        """
+        config, memory = self._config, replace(self._memory, placement=Placement())
         chunk = max(config.min_chunk_size, min(config.most_prompt_tokens or num_tokens, num_tokens))
-        return written_budget(MARGIN * self._memory.budget_for(num_tokens + ANSWER_TOKENS, chunk=chunk))
+        return written_budget(MARGIN * memory.budget_for(num_tokens + ANSWER_TOKENS, chunk=chunk))
 
     def peak_estimate(self, chunk: int, context: int, resident_tokens: int) -> int:
         return self._memory.peak_bytes(
