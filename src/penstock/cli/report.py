@@ -124,11 +124,11 @@ class PlanReport(Document):
     activation_bytes: int  # of the largest chunk, at the end of the prompt; with what images need
     logits_bytes: int  # of one token
     peak_bytes: int  # the highest over the chunks
-    disk_bytes: int  # of the prompt in the cache folder; 0: there is none, or nothing of this model is kept
     fits: bool  # both the budget and the context
     adjustments: list[str]  # every value that had to be changed
     adapter: str | None = None  # its name; only where --adapter was given
     streaming: StreamingReport | None = None  # what layers on disk cost; only where some do not stay in memory
+    disk_bytes: int | None = None  # of the prompt in the cache folder; only with --cache-dir
 
     @classmethod
     def of(cls, plan: ModelPlan) -> PlanReport:
@@ -144,5 +144,5 @@ class PlanReport(Document):
         )
 
     def to_json(self) -> str:
-        absent = {name for name in ("adapter", "streaming") if getattr(self, name) is None}
+        absent = {name for name in ("adapter", "streaming", "disk_bytes") if getattr(self, name) is None}
         return self.model_dump_json(indent=2, exclude=absent)

@@ -38,8 +38,8 @@ class ModelPlan:
     max_context: int
     prompt: PromptPlan
     peak_by_chunk_size: Mapping[int, int]
-    disk_bytes: int = 0  # of the prompt in the cache folder; 0: there is none, or nothing of this model is kept
     streaming: StreamingPlan | None  # None: all layers stay in memory
+    disk_bytes: int | None  # of the prompt in the cache folder; None: there is none; 0: it keeps nothing of this model
 
 
 def estimated_runtime_bytes(place: Place) -> int:
@@ -96,6 +96,7 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         return max(memory.peak_bytes(chunk=one, context=prompt_tokens if is_source else end) for one, end in ends)
 
     sizes = [size for size in (16, 64, 256, 1024, 4096) if size < prompt_tokens] + [prompt_tokens]
+    kept_bytes = planned.kv_bytes + planned.state_bytes if place.uses_disk else 0
     return ModelPlan(
         model=model,
         adapter=place.files.adapter_name,
@@ -105,8 +106,8 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         max_context=max_context,
         prompt=planned,
         peak_by_chunk_size={size: peak_in_chunks(size) for size in sizes},
-        disk_bytes=planned.kv_bytes + planned.state_bytes if place.uses_disk else 0,
         streaming=streaming,
+        disk_bytes=None if config.cache_dir is None else kept_bytes,
     )
 
 
