@@ -524,7 +524,7 @@ def test_variants_that_change_the_numbers_are_refused(tmp_path):
             config_of(tmp_path, **variant)
     with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_q_norm\.weight"):
         config_of(tmp_path, tensors=plain_tensors() | {"blk.0.attn_q_norm.weight": (8,)})
-    with pytest.raises(UnsupportedModel, match="one of 3 parts"):
+    with pytest.raises(InvalidModelFile, match="is a part of 3, and its name does not say so"):
         config_of(tmp_path, split__count=3)
 
 
