@@ -154,7 +154,7 @@ def text_subjects(name: str, folder: Path) -> Iterator[Subject]:
 
 def image_subjects(name: str, folder: Path) -> Iterator[Subject]:
     model = save_tiny_vision_model(name, folder)
-    with Engine.load(str(folder), **SETTINGS) as engine:
+    with Engine.load(str(folder), **SETTINGS, text_only=False) as engine:
         assert engine.lane.reads_images
         for length in IMAGE_LENGTHS:
             longer = processed_prompt(name, model, num_text=(length // 4, 5, length))
