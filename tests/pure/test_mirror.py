@@ -35,7 +35,6 @@ TOGETHER = {
     "prompt/render_apart.py": "test_render.py",
     "models/gguf.py": "test_files.py",
     "models/gguf_architectures.py": "test_files.py",
-    "models/gguf_config.py": "test_files.py",
     "models/gguf_keys.py": "test_files.py",
     "models/gguf_rotary.py": "test_files.py",
     "models/gguf_translation.py": "test_files.py",
