@@ -36,7 +36,7 @@ class PromptReader:
     refuse_too_long: Callable[..., None]  # given a number of tokens, and whether that is all of them
     capacity: int
 
-    def ask(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int]) -> Asked:
+    def ask(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int], **variables: Any) -> Asked:
         """What the lane is asked. A text has a placeholder for each image; messages have image parts."""
         if isinstance(prompt, Asked):
             return prompt
@@ -46,7 +46,7 @@ class PromptReader:
             start = self.known_ids(answer_start)
         if isinstance(prompt, TokenFeed):
             return Asked(images=tuple(images), answer_start=tuple(start))
-        text, found, adds_special = self._text(prompt, images)
+        text, found, adds_special = self._text(prompt, images, variables)
         if found and (self.reads_images or text is None):
             return Asked(text=text or "", images=found, adds_special_tokens=adds_special, answer_start=tuple(start))
         if text is None:
@@ -55,13 +55,15 @@ class PromptReader:
             tokens = self.known(self._encoded(text, add_special_tokens=adds_special))
         return Asked(tokens=tuple(tokens), images=found, answer_start=tuple(start))
 
-    def _text(self, prompt: Any, images: Sequence[Any]) -> tuple[str | None, tuple[Any, ...], bool]:
+    def _text(
+        self, prompt: Any, images: Sequence[Any], variables: Mapping[str, Any]
+    ) -> tuple[str | None, tuple[Any, ...], bool]:
         """Finds (the text of a prompt, its images in order, whether special tokens are added); no text of token ids."""
         if isinstance(prompt, str):
             return prompt, tuple(images), True
         messages = _messages(prompt)
         if messages and self.reads_images:
-            return self._rendered_with_images(messages, images)
+            return self._rendered_with_images(messages, images, **variables)
         if messages:
             found = tuple(images) or tuple(part for message in messages for part in image_parts(message))
             return (None if found else self.rendered(messages)), found, False
@@ -149,11 +151,11 @@ class PromptReader:
         return self._feed([TextPart.of_text(rendered)], ("", ""), (note,), add_special_tokens=False)
 
     def _rendered_with_images(
-        self, messages: Sequence[Message], images: Sequence[Any]
+        self, messages: Sequence[Message], images: Sequence[Any], **variables: Any
     ) -> tuple[str, tuple[Any, ...], bool]:
         """Renders messages to (text, its images in order, whether special tokens are to be added)."""
         opened = with_images(messages, images)
-        text = self.rendered([bare(message) for message in opened])
+        text = self.rendered([bare(message) for message in opened], **variables)
         return text, tuple(images_of(opened)), not self._begins_with_bos(text)
 
     def _feed(
