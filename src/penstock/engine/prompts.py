@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.feed import ByteMeter, TokenFeed, count_tokens
+from penstock.engine.feed import COUNTED_BYTES, ByteMeter, TokenFeed, count_tokens
 from penstock.engine.image_messages import Message, bare, image_parts, images_of, in_parts, with_images
 from penstock.errors import InvalidMedia, InvalidPrompt, PromptTooLong
 from penstock.lanes.lane import Asked, LaneFacts
@@ -18,7 +18,6 @@ from penstock.prompt.tokens import Tokenizer
 
 # A text, token ids, chat messages, a feed that is still being read, or what `Engine.read` made of one.
 Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed | Asked
-COUNTED_BYTES = 8_000_000  # files that are longer together are refused before their last token is counted
 SEPARATOR = "\n\n"
 LONG_TEXT = 65_536  # characters; a longer one is encoded piece by piece
 MAX_CONTEXTS = 4  # that the tokens of a text could fill: the rest of it is not encoded
@@ -173,18 +172,13 @@ class PromptReader:
             to_the_end = num_bytes <= COUNTED_BYTES
             feed.num_total = count_tokens(counted, refuse_past=self.refuse_too_long, to_the_end=to_the_end)
         elif self.needs_length:
-            tokens = [token for batch in batches for token in self._bounded(batch, feed)]
+            tokens = feed.take_all(self.refuse_too_long)
             feed = TokenFeed(batches=iter([tokens]), num_total=len(tokens), adjustments=notes)
         return feed
 
     def _surely_fits(self, num_bytes: int) -> bool:
         """No token is shorter than a byte, unless a normalizer adds text."""
         return not self.tokenizer.normalizes and num_bytes + len(self.text_tokens("")) < self.capacity
-
-    def _bounded(self, batch: list[int], feed: TokenFeed) -> list[int]:
-        feed.num_given += len(batch)
-        self.refuse_too_long(feed.num_given, is_all=False)
-        return batch
 
 
 def load_tokenizer(files: ModelFiles) -> TokenizerParts:
