@@ -225,6 +225,7 @@ class Sequence:
     awaited: frozenset[bytes] = frozenset()  # slabs that are read for it
     awaited_until: float = 0.0
     stored_state: int = 0  # tokens before the last state that went to disk
+    cursor: Chunk | None = None  # that has gone through some layers and stands before the next
 
     @property
     def id(self) -> int:
@@ -262,6 +263,15 @@ class StateUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers [first, end) of all: those that a step takes a chunk through which stops between layers."""
+
+    first: int
+    end: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Tokens [start, end) of one sequence. A decode is a chunk of length 1."""
 
@@ -274,6 +284,12 @@ class Chunk:
     num_prompt_tokens: int | None = None  # None while a streamed prompt is being read
     state: StateUse | None = None  # None: the model has no recurrent state
     num_slots_before: int | None = None  # tokens that it attends to besides its own; None: those before `start`
+    layers: LayerGroup | None = None  # None: all of them
+
+    @property
+    def is_through(self) -> bool:
+        """Tells whether its tokens have passed all layers after this step."""
+        return self.layers is None or self.layers.end == self.layers.num_layers
 
     @property
     def num_tokens(self) -> int:
@@ -349,7 +365,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        """Counts the tokens that go through the last layer."""
+        return sum(chunk.num_tokens for chunk in self.chunks if chunk.is_through)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

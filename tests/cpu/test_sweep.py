@@ -1,5 +1,6 @@
 """A step that is cut into tiles inside each layer gives the very numbers that chunks of a tile's size give."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -13,6 +14,8 @@ from tiny_models import prompt
 from penstock.attention.backend import ForwardInputs
 from penstock.lanes.sweep import cut
 from penstock.request import Finished
+from penstock.schedule.budget import FIRST_LATENESS, StepCost
+from penstock.schedule.sweeps import Sweeps
 
 QUICK = ["llama", "qwen3-next", "gemma4-e", "phi3-longrope"]
 FAMILIES = sorted(tiny_models.CONFIGS)
@@ -128,3 +131,87 @@ def test_a_cancelled_sweep_ends_after_the_layer_and_others_go_on(name, load):
     assert outputs[left].finish_reason == "abort"
     assert outputs[left].token_ids == ()
     assert outputs[stream].token_ids == expected
+
+
+def sweeping(engine):
+    """Makes a prompt stop after its first layer: the time of two is more than the target."""
+    engine.scheduler.limits = replace(
+        engine.scheduler.limits, sweeps=Sweeps(num_layers=engine.model.lane.num_stops, are_forced=True)
+    )
+    engine.scheduler.budget.target_s = 0.1
+    engine.scheduler.budget.cost = StepCost((0.0, 0.8 * 0.1 / FIRST_LATENESS * 4 / len(PROMPT), 0.0, 0.0, 0.0))
+
+
+def outputs_beside(engine, begin):
+    """An answer that is being written when a long prompt comes, and then a short one; with the plans of the steps."""
+    plans, outputs = [], {}
+    ids = [engine.submit(PROMPTS[1], max_tokens=30, ignore_eos=True)]
+    engine.step()
+    begin()
+    engine.on_plan = plans.append
+    ids += [engine.submit(tokens, max_tokens=6, ignore_eos=True) for tokens in (PROMPT, prompt(20, seed=9))]
+    while len(outputs) < 3:
+        outputs |= {event.request_id: event.output for event in engine.step() if isinstance(event, Finished)}
+    return plans, [outputs[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4-e", "phi3-longrope"])
+def test_answers_go_on_between_the_layers_of_a_prompt_and_all_tokens_are_the_same(name, load):
+    settings = {"chunk_size": 64, **WHOLE}
+    _, expected = outputs_beside(load(name, **settings), lambda: None)
+    engine = load(name, **settings)
+    engine.model.lane.sweep.width = 64
+    plans, found = outputs_beside(engine, lambda: sweeping(engine))
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    swept = [chunk.layers for plan in plans for chunk in plan.chunks if chunk.layers is not None]
+    assert (swept[0].first, swept[0].end) == (0, 1)
+    assert swept[-1].end == swept[-1].num_layers
+    assert all(len(plan.chunks) > 1 for plan in plans if any(chunk.layers for chunk in plan.chunks))
+    assert len(found[1].chunks) < len(expected[1].chunks), "a sweep is told as one chunk"
+    assert found[1].chunks[-1].end == len(PROMPT)
+    assert not engine.model.lane.sweep._stopped, "hidden states are kept of nobody"
+
+
+@pytest.fixture
+def stopped(load):
+    """An engine whose long prompt stands after its first layer, and what it would answer."""
+    expected = load("llama", **WHOLE).generate(PROMPT, max_tokens=6, ignore_eos=True).token_ids
+    engine = load("llama", **WHOLE)
+    engine.submit(PROMPTS[1], max_tokens=30, ignore_eos=True)
+    engine.step()
+    sweeping(engine)
+    request_id = engine.submit(PROMPT, max_tokens=6, ignore_eos=True)
+    engine.step()
+    assert list(engine.model.lane.sweep._stopped) == [request_id]
+    return engine, request_id, expected
+
+
+def test_a_prompt_that_is_cancelled_between_two_layers_leaves_nothing(stopped):
+    engine, request_id, _ = stopped
+    engine.cancel(request_id)
+    (left,) = [event.output for event in engine.step() if isinstance(event, Finished)]
+    assert (left.finish_reason, left.token_ids) == ("abort", ())
+    assert not engine.model.lane.sweep._stopped
+    engine.scheduler.check()
+
+
+def test_a_step_that_breaks_in_a_later_layer_begins_the_prompt_again(stopped):
+    engine, request_id, expected = stopped
+    with torch.inference_mode():  # numbers of a step that never was
+        engine.model.lane.sweep._stopped[request_id][0].fill_(float("nan"))
+
+    def break_off(event):
+        engine.on_layer = None
+        raise OSError("broken")
+
+    def run_until_it_breaks():
+        while engine.on_layer is not None:
+            engine.step()
+
+    engine.on_layer = break_off
+    with pytest.raises(OSError, match="broken"):
+        run_until_it_breaks()
+    outputs = {}
+    while len(outputs) < 2:
+        outputs |= {event.request_id: event.output for event in engine.step() if isinstance(event, Finished)}
+    assert outputs[request_id].token_ids == expected

@@ -11,6 +11,7 @@ from penstock.errors import InvalidSetting, PromptTooLong, QueueFull
 from penstock.request import Hits, Request, SamplingParams, SourceReading, Span, StepResult
 from penstock.schedule.budget import POLICIES, STRETCH_WITHOUT_DECODES, StepCost, TokenBudget
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
+from penstock.schedule.sweeps import Sweeps
 
 BLOCK = 4
 
@@ -78,6 +79,22 @@ def advance_states(scheduler, plan, states):
             states[chunk.state.save_to] = states[chunk.state.slot]
 
 
+def advance_layers(plan, passages):
+    """What a lane keeps of tokens between two layers: a chunk that goes on anywhere else is caught here."""
+    for request_id in plan.preempted:
+        passages.pop(request_id, None)
+    between = [chunk for chunk in plan.chunks if chunk.layers is not None]
+    assert len(between) <= 1
+    for chunk in between:
+        place, layers = (chunk.start, chunk.end), chunk.layers
+        if layers.first:
+            assert passages[chunk.sequence_id] == (*place, layers.first), "a sweep went on where it had not stopped"
+        passages[chunk.sequence_id] = (*place, layers.end)
+        assert layers.first < layers.end <= layers.num_layers
+        assert chunk.is_through or not chunk.wants_logits
+    return passages
+
+
 def run_step(scheduler, lengths, outputs, states=None):
     """Runs one step with `next_token` as the model; ends a sequence after lengths[id] tokens."""
     plan = scheduler.next_step()
@@ -85,6 +102,7 @@ def run_step(scheduler, lengths, outputs, states=None):
         return None
     if states is not None:
         advance_states(scheduler, plan, states)
+    advance_layers(plan, scheduler.__dict__.setdefault("passages", {}))
     tokens, finished = {}, {}
     for chunk in plan.chunks:
         sequence = scheduler.sequences[chunk.sequence_id]
@@ -122,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     target = None
     num_checkpoints = None
     has_spans = False  # of media that are read whole, larger than the budget and than a block
+    sweeps = None
 
     def __init__(self):
         super().__init__()
@@ -137,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             target=self.target,
             cost=cost,
             num_checkpoints=self.num_checkpoints,
+            sweeps=self.sweeps,
         )
         self.prompts, self.lengths, self.outputs, self.aborted = {}, {}, {}, set()
         self.told_running = set()
@@ -235,11 +255,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             self.spoil_states(plan)
             self.scheduler.fail(plan.step)
+            self.spoil_layers(plan)
 
     def spoil_states(self, plan):
         """A step that fails has advanced the state in some layers and not in others."""
         for chunk in plan.chunks if self.states is not None else ():
             self.states[chunk.state.slot] = self.states[chunk.state.save_to] = ["spoilt"]
+
+    def spoil_layers(self, plan):
+        """A step that fails may have taken a chunk through some of its layers."""
+        passages = self.scheduler.__dict__.get("passages", {})
+        for chunk in plan.chunks:
+            passages.pop(chunk.sequence_id, None)
 
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data())
@@ -254,6 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request_id in self.scheduler.sequences, "blocks in flight are not given away"
         self.spoil_states(plan)
         self.scheduler.fail(plan.step)
+        self.spoil_layers(plan)
         assert request_id not in self.scheduler.sequences
 
     @invariant()
@@ -277,8 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.outputs[request_id] == expected
 
 
-def machine_of(priority, target, num_checkpoints=None, has_spans=False):
-    values = {"priority": priority, "target": target, "num_checkpoints": num_checkpoints, "has_spans": has_spans}
+def machine_of(priority, target, **values):
+    values |= {"priority": priority, "target": target}
     machine = type("Machine", (SchedulerMachine,), values)
     case = machine.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -411,6 +439,9 @@ TestRecurrentStateUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.0
 TestRecurrentStateWithoutCheckpoints = machine_of(PrefillPriority.PREFILL_FIRST, None, num_checkpoints=0)
 
 TestSpans = machine_of(PrefillPriority.INTERLEAVED, None, has_spans=True)
+SWEEPS = Sweeps(num_layers=3, most_tokens=20, are_forced=True)
+TestSweeps = machine_of(PrefillPriority.INTERLEAVED, 0.006, sweeps=SWEEPS)
+TestSweepsDecodePriority = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006, sweeps=SWEEPS)
 TestSpansUnderATarget = machine_of(PrefillPriority.DECODE_PRIORITY, 0.006, has_spans=True)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.request import Span
+from penstock.request import LayerGroup, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class ForwardInputs:
     state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
     take_hidden: Callable[[torch.Tensor], None] | None = None  # gets the last hidden states, [T, M]; None: nobody asks
     after_layer: Callable[[int, int], None] | None = None  # told (layers done, of how many) in a sweep; may end it
+    layers: LayerGroup | None = None  # of one chunk that stops between layers; None: all of them
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
     media: MediaInputs | None = None  # None: tokens only
     num_real_1: torch.Tensor | None = None  # on the device, of a padded step: tokens before the padding

@@ -144,12 +144,13 @@ def scheduling_cost(json: Json = False) -> None:
 
 def _table(title: str, summaries: list[RunSummary]) -> Table:
     columns = ("target", "TTFT p50 s", "p99", "long prompt", "gap p50 ms", "p99", "read tok/s", "written tok/s")
-    table = table_of(title, ["priority"], (*columns, "preempted", "longest wait s"))
+    table = table_of(title, ["priority", "read in"], (*columns, "preempted", "longest wait s"))
     for index, s in enumerate(summaries):
         if index and s.priority is not summaries[index - 1].priority:
             table.add_section()
         table.add_row(
             s.priority.value,
+            s.reading,
             "none" if s.target_ms is None else f"{s.target_ms:g}",
             f"{s.ttft_p50_s:.2f}",
             f"{s.ttft_p99_s:.2f}",

@@ -55,6 +55,7 @@ class Active:
     started_at: float | None = None
     first_token_at: float | None = None
     predicted_bytes: int = 0
+    swept_s: float = 0.0  # of the chunk that stands between two layers, in the steps before
     pooled: torch.Tensor | None = None  # None: no embedding is wanted, or nothing was read yet
 
     @property

@@ -34,7 +34,7 @@ from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import Asked, LaneFacts
 from penstock.models.spec import DecoderSpec
-from penstock.plan.machine import return_freed_memory, return_pages
+from penstock.plan.machine import return_freed_memory
 from penstock.plan.pace import Pace
 from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
@@ -55,6 +55,7 @@ from penstock.request import (
 from penstock.schedule.budget import TokenBudget
 from penstock.schedule.moves import DiskUse
 from penstock.schedule.scheduler import ChunkRefused, Limits, Scheduler
+from penstock.schedule.sweeps import Sweeps
 from penstock.trace.document import Trace, require_writable
 from penstock.trace.recorder import Recorder, Recording
 
@@ -69,7 +70,7 @@ class _StepLeft(Exception):
 class Engine:
     def __init__(self, model: LoadedModel, *, trace: Path | None = None) -> None:
         """`trace`: a file that is written when the engine is closed."""
-        config, lane = model.config, model.lane.facts
+        config, lane, num_stops = model.config, model.lane.facts, model.lane.num_stops
         self.model = model
         self.config = config
         self.adjustments = list(model.adjustments)
@@ -90,6 +91,7 @@ class Engine:
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
                 reads_whole=lane.reads_whole,
+                sweeps=Sweeps(num_layers=num_stops) if num_stops and config.chunk_size is None else None,
                 restarts_after_failure=lane.reads_source or not lane.shares_prefixes,
             ),
             budget=TokenBudget(
@@ -213,16 +215,6 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def give_back(self) -> None:
-        """Returns what is free to the system, while nothing runs: freed memory, and pages that hold nothing."""
-        storage, size = self.model.storage, self.config.block_size
-        if storage is not None and not self._flights:
-            for start, end in self.scheduler.pool.take_untouched():
-                for values in (*storage.keys, *storage.values):
-                    rows = values[start * size : end * size]
-                    return_pages(rows.data_ptr(), rows.nbytes)
-        return_freed_memory()
 
     def forget_prefixes(self) -> None:
         """Drops every prefix that no running request uses."""
@@ -494,7 +486,8 @@ class Engine:
         now = time.perf_counter()
         for chunk in prompts:
             active = self._active[chunk.sequence_id]
-            self.on_layer(active.progress_within(chunk, num_done / num_layers, now - (began or now), now))
+            step_s = active.swept_s + now - (began or now)
+            self.on_layer(active.progress_within(chunk, num_done / num_layers, step_s, now))
 
     def _abort_leaving(self) -> None:
         while self._leaving:
@@ -663,10 +656,19 @@ class Engine:
             active.predicted_bytes = max(active.predicted_bytes, plan.predicted_bytes)
             if active.started_at is None:
                 active.started_at = started_at
-            if active.first_token_at is None:
+            if chunk.layers is not None:
+                active.swept_s = result.elapsed_s + (active.swept_s if chunk.layers.first else 0.0)
+            if not chunk.is_through:
+                assert chunk.layers is not None
                 active.hits = chunk.hits
-                active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=result.elapsed_s * 1e3))
-                active.pace.note(chunk.start, chunk.end, result.elapsed_s)
+                share = chunk.layers.end / chunk.layers.num_layers
+                self._emit(active.progress_within(chunk, share, active.swept_s, now))
+            elif active.first_token_at is None:
+                elapsed_s = result.elapsed_s if chunk.layers is None else active.swept_s
+                active.swept_s = 0.0
+                active.hits = chunk.hits
+                active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=elapsed_s * 1e3))
+                active.pace.note(chunk.start, chunk.end, elapsed_s)
                 active.num_computed = max(active.num_computed, chunk.end)
                 self._emit(active.progress(chunk, now))
             if chunk.wants_logits and active.first_token_at is None:

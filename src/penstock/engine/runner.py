@@ -83,24 +83,32 @@ class Runner:
     ) -> StepLogits:
         """Logits by sequence: of the chunk's last token, or of every token where prompt logprobs are wanted."""
         rows_by_sequence: dict[int, slice] = {}
-        logit_rows: list[int] = []
-        row = 0
-        for chunk in plan.chunks:
-            wanted = _logit_rows(chunk, sequences[chunk.sequence_id], row)
-            rows_by_sequence[chunk.sequence_id] = slice(len(logit_rows), len(logit_rows) + len(wanted))
-            logit_rows += wanted
-            row += chunk.num_tokens
+        found: list[torch.Tensor] = []
         pooled: dict[int, torch.Tensor] = {}
         begun = None
         if self.device.type == "cuda":
             begun = torch.cuda.Event(enable_timing=True)
             begun.record()
-        inputs = self._inputs(plan, sequences, logit_rows, self._pooling(plan, sequences, pooled))
-        logits = self.lane.run(replace(inputs, after_layer=after_layer))
+        # What goes through all layers has one forward, and each chunk that stops between two its own.
+        whole = [chunk for chunk in plan.chunks if chunk.layers is None]
+        parts = [*([whole] if whole else []), *([chunk] for chunk in plan.chunks if chunk.layers is not None)]
+        for chunks in parts:
+            logit_rows: list[int] = []
+            row, num_found = 0, sum(map(len, found))
+            for chunk in chunks:
+                wanted = _logit_rows(chunk, sequences[chunk.sequence_id], row)
+                first = num_found + len(logit_rows)
+                rows_by_sequence[chunk.sequence_id] = slice(first, first + len(wanted))
+                logit_rows += wanted
+                row += chunk.num_tokens
+            inputs = self._inputs(chunks, sequences, logit_rows, self._pooling(chunks, sequences, pooled))
+            found.append(self.lane.run(replace(inputs, after_layer=after_layer, layers=chunks[0].layers)))
+        logits = torch.cat(found) if len(found) > 1 else found[0]
         # Masks of grammars are computed here, while the device computes the step.
         asks = [
             self._ask(chunk, sequences[chunk.sequence_id], samplers[chunk.sequence_id])
-            for chunk in plan.chunks
+            for chunks in parts
+            for chunk in chunks
             if chunk.wants_logits
         ]
         step = StepLogits(logits, rows_by_sequence, pooled, asks, self._last[1], begun)
@@ -122,14 +130,14 @@ class Runner:
         return RowAsk(sequence=sequence, sampler=sampler, num_written=num_written, pending_place=place)
 
     def _pooling(
-        self, plan: StepPlan, sequences: Mapping[int, SequenceState], pooled: dict[int, torch.Tensor]
+        self, chunks: Sequence[Chunk], sequences: Mapping[int, SequenceState], pooled: dict[int, torch.Tensor]
     ) -> Callable[[torch.Tensor], None] | None:
-        if not any(sequences[chunk.sequence_id].request.sampling.pooling for chunk in plan.chunks):
+        if not any(sequences[chunk.sequence_id].request.sampling.pooling for chunk in chunks):
             return None
 
         def take_hidden(hidden_TM: torch.Tensor) -> None:
             end = 0
-            for chunk in plan.chunks:
+            for chunk in chunks:
                 end += chunk.num_tokens
                 sequence = sequences[chunk.sequence_id]
                 # Rows of an overlap were counted before.
@@ -143,20 +151,20 @@ class Runner:
 
     def _inputs(
         self,
-        plan: StepPlan,
+        chunks: Sequence[Chunk],
         sequences: Mapping[int, SequenceState],
         logit_rows: list[int],
         take_hidden: Callable[[torch.Tensor], None] | None,
     ) -> ForwardInputs:
         place_by_sequence, last_tokens = self._last
         query_starts = [0]
-        for chunk in plan.chunks:
+        for chunk in chunks:
             query_starts.append(query_starts[-1] + chunk.num_tokens)
         ids = np.zeros(query_starts[-1], np.int64)
         positions = np.empty(query_starts[-1], np.int64)
         pending_rows: list[int] = []
         places: list[int] = []  # of the pending tokens among those that the last step chose
-        for row, chunk in zip(query_starts, plan.chunks, strict=False):
+        for row, chunk in zip(query_starts, chunks, strict=False):
             tokens = sequences[chunk.sequence_id].tokens[chunk.start : chunk.end]
             ids[row : row + len(tokens)] = tokens
             positions[row : row + chunk.num_tokens] = np.arange(chunk.start, chunk.end)
@@ -171,24 +179,24 @@ class Runner:
             ids_T=ids_T,
             positions_T=positions_T,
             query_starts=tuple(query_starts),
-            context_lens=tuple(chunk.end for chunk in plan.chunks),
-            block_table=tuple(tuple(sequences[chunk.sequence_id].block_ids) for chunk in plan.chunks),
-            rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in plan.chunks),
-            sequence_ids=tuple(chunk.sequence_id for chunk in plan.chunks),
+            context_lens=tuple(chunk.end for chunk in chunks),
+            block_table=tuple(tuple(sequences[chunk.sequence_id].block_ids) for chunk in chunks),
+            rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in chunks),
+            sequence_ids=tuple(chunk.sequence_id for chunk in chunks),
             logit_rows=logit_rows_L,
-            state_slots=tuple(chunk.state.slot for chunk in plan.chunks if chunk.state),
+            state_slots=tuple(chunk.state.slot for chunk in chunks if chunk.state),
             state_loads=tuple(
                 (chunk.state.source, chunk.state.slot)
-                for chunk in plan.chunks
+                for chunk in chunks
                 if chunk.state and chunk.state.source != chunk.state.slot
             ),
             state_saves=tuple(
                 (chunk.state.slot, chunk.state.save_to)
-                for chunk in plan.chunks
+                for chunk in chunks
                 if chunk.state and chunk.state.save_to is not None
             ),
             take_hidden=take_hidden,
-            source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in plan.chunks),
+            source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in chunks),
         )
 
     def _tensors(self, *parts: Sequence[int] | np.ndarray) -> list[torch.Tensor]:

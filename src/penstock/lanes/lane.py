@@ -184,6 +184,7 @@ class Lane:
     shape: ModelShape
     max_prompt: int | None = None  # tokens of a prompt, where that is less than the context; None: it is not
     placeholder: int | None = None  # the token that stands for an image; None: there is none
+    num_stops: int = 0  # layers, after each of which a chunk may stop; 0: it goes through all
 
     @property
     def captures_steps(self) -> bool:

@@ -47,13 +47,20 @@ class NativeTextLane(Lane):
     steps: CompiledSteps | None = None  # None: every step runs layer by layer
     states: StateStorage | None = None  # None: the model has no recurrent state
     sweep: Sweep | None = None  # None: wide steps are not cut
+    num_stops: int = 0
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         hidden_TM = self._hidden(inputs)
+        if inputs.layers is not None and inputs.layers.end < len(self.decoder.layers):
+            return torch.empty(0, self.decoder.spec.vocab_size)
         if inputs.take_hidden is not None:
             inputs.take_hidden(self.decoder.final_norm(hidden_TM, self.decoder.dtype))
         return self.decoder.logits(hidden_TM[inputs.logit_rows])
+
+    def release(self, sequence_id: int) -> None:
+        if self.sweep is not None:
+            self.sweep.release(sequence_id)
 
     @property
     def captures_steps(self) -> bool:
@@ -183,6 +190,8 @@ def native_lane(
         steps=steps,
         states=states,
         sweep=sweep,
+        # What stays in memory, and keeps nothing but keys and values of what it read.
+        num_stops=len(decoder.layers) if sweep is not None and stream is None and states is None else 0,
     )
 
 

@@ -6,9 +6,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.config import PrefillPriority
+from penstock.config import TILE_TOKENS, PrefillPriority
 from penstock.plan.waves import Waves
-from penstock.request import Chunk
+from penstock.request import Chunk, LayerGroup
 
 # Steps in a row that prompts may go without a chunk while decodes take the whole target. Below 1 in 100, so that
 # the chunk that ends such a row does not show in the 99th percentile of the gaps.
@@ -70,13 +70,12 @@ class StepLoad:
     token_contexts: int = 0  # over prompt chunks: tokens x tokens before them, on average over the chunk
     decode_contexts: int = 0  # over decodes: tokens before them
     chunk_contexts: int = 0  # over prompt chunks: tokens before them, which a chunk fetches however short it is
+    num_whole: int = 0  # chunks that go through all layers
+    layer_share: float = 0.0  # of all layers, that a chunk goes through by itself, whose weights are read for it alone
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> StepLoad:
-        load = cls()
-        for chunk in chunks:
-            load.count(chunk)
-        return load
+        return cls().with_chunks(*chunks)
 
     @property
     def num_decodes(self) -> int:
@@ -85,6 +84,10 @@ class StepLoad:
     def count(self, chunk: Chunk, sign: int = 1) -> None:
         """Adds a chunk, or with -1 takes it away again."""
         num_tokens, before = sign * chunk.num_tokens, chunk.num_before
+        if chunk.layers is not None:
+            self._count_layers(chunk, chunk.layers, sign)
+            return
+        self.num_whole += sign
         self.num_tokens += num_tokens
         if chunk.is_prefill:
             self.num_prompt_tokens += num_tokens
@@ -93,6 +96,26 @@ class StepLoad:
         else:
             self.decode_contexts += sign * (before + 1)
 
+    def _count_layers(self, chunk: Chunk, layers: LayerGroup, sign: int) -> None:
+        """Adds the part of a chunk's load that falls to some layers, where it is cut into tiles."""
+        count, before, num_tiles = chunk.num_tokens, chunk.num_before, -(-chunk.num_tokens // TILE_TOKENS)
+        fetched = num_tiles * before + TILE_TOKENS * num_tiles * (num_tiles - 1) // 2
+        all_of_it = (count, count * before + count * count // 2, fetched)
+        num_passed = layers.end - layers.first
+        num_tokens, contexts, fetched = (value * num_passed // layers.num_layers for value in all_of_it)
+        num_tokens = max(1, num_tokens)
+        self.num_tokens += sign * num_tokens
+        self.num_prompt_tokens += sign * num_tokens
+        self.token_contexts += sign * contexts
+        self.chunk_contexts += sign * fetched
+        self.layer_share += sign * num_passed / layers.num_layers
+
+    def with_chunks(self, *chunks: Chunk) -> StepLoad:
+        load = replace(self)
+        for chunk in chunks:
+            load.count(chunk)
+        return load
+
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
         return StepLoad(
             num_tokens=self.num_tokens + num_tokens,
@@ -100,21 +123,35 @@ class StepLoad:
             token_contexts=self.token_contexts + num_tokens * start + num_tokens * num_tokens // 2,
             decode_contexts=self.decode_contexts,
             chunk_contexts=self.chunk_contexts + start,
+            num_whole=self.num_whole + 1,
+            layer_share=self.layer_share,
         )
 
     def with_decode(self, context: int) -> StepLoad:
-        return replace(self, num_tokens=self.num_tokens + 1, decode_contexts=self.decode_contexts + context)
+        num_tokens, num_whole = self.num_tokens + 1, self.num_whole + 1
+        return replace(self, num_tokens=num_tokens, num_whole=num_whole, decode_contexts=self.decode_contexts + context)
+
+    @property
+    def num_passes(self) -> float:
+        """Counts how often the layers' weights are read: once for all that goes through all of them."""
+        return self.layer_share + (1.0 if self.num_whole or not self.layer_share else 0.0)
 
     @property
     def features(self) -> tuple[float, ...]:
-        return (1.0, self.num_tokens, self.token_contexts, self.decode_contexts, self.chunk_contexts)
+        return (self.num_passes, self.num_tokens, self.token_contexts, self.decode_contexts, self.chunk_contexts)
 
     def features_in(self, waves: Waves | None) -> tuple[float, ...]:
         """None: attention takes the time of its tokens."""
         if waves is None or not self.num_prompt_tokens:
             return self.features
         filled = waves.tokens_charged(self.num_prompt_tokens) / self.num_prompt_tokens
-        return (1.0, self.num_tokens, filled * self.token_contexts, self.decode_contexts, self.chunk_contexts)
+        return (
+            self.num_passes,
+            self.num_tokens,
+            filled * self.token_contexts,
+            self.decode_contexts,
+            self.chunk_contexts,
+        )
 
 
 NUM_FEATURES = 5
@@ -297,6 +334,10 @@ class TokenBudget:
             ceiling = max(ceiling, chunk_size) if ceiling and chunk_size else 0
         return min(ceiling, self.most) if ceiling and self.most else ceiling or self.most
 
+    def aim_s(self, stretch: float) -> float:
+        """Seconds to plan a step for: the latest steps, not the average ones, are to stay within the target."""
+        return (self.target_s or 0.0) * stretch / self.lateness
+
     def allowance(
         self, load: StepLoad, start: int, wanted: int, stretch: float = 1.0, *, chunk_size: int | None = None
     ) -> int:
@@ -305,8 +346,7 @@ class TokenBudget:
         upper = min(wanted, ceiling) if ceiling else wanted
         if self.target_s is None or self.cost is None:
             return upper
-        # The latest steps, not the average ones, are to stay within the target.
-        aim_s = self.target_s * stretch / self.lateness
+        aim_s = self.aim_s(stretch)
         allowed = self.cost.largest_chunk(load, start, upper, aim_s)
         even = self._even(load, start, allowed, upper, aim_s) if self.sizes else allowed
         return even if even == upper or self.cost.waves is None else self._fastest(load, start, even, allowed)

@@ -20,12 +20,19 @@ class Draft:
     num_streams: int = 0  # running sequences that have been read, whether or not they get a token
     load: StepLoad = field(default_factory=StepLoad)
     longest_before: int = 0  # tokens before a chunk of it, or of one that was removed
+    num_swept: int = 0  # tokens that are between two layers, whether or not the step takes them further
 
     def is_claimed(self, block_hash: bytes | None) -> bool:
         return block_hash in self.claimed or block_hash in self.claimed_before
 
+    @property
+    def num_rows(self) -> int:
+        """Counts the tokens whose hidden states are there at once."""
+        return self.num_swept + sum(c.num_tokens for c in self.chunk_by_sequence.values() if c.layers is None)
+
     def add(self, chunk: Chunk) -> None:
         self.load.count(chunk)
+        self.num_swept = chunk.num_tokens if chunk.layers is not None else self.num_swept
         self.longest_before = max(self.longest_before, chunk.num_before)
         self.chunk_by_sequence[chunk.sequence_id] = chunk
 

@@ -21,6 +21,7 @@ from penstock.schedule.draft import Draft, Flight
 from penstock.schedule.holdings import Holdings
 from penstock.schedule.moves import FIRST_OBSERVATIONS, Moves
 from penstock.schedule.queue_limit import QueueLimit
+from penstock.schedule.sweeps import Sweeps
 
 # A prompt is served before a shorter one once this many times its length was read of others while it waited.
 AGEING = 4
@@ -39,6 +40,7 @@ class Limits:
     max_waiting_tokens: int | None = None
     restarts_after_failure: bool = False  # the lane keeps what a broken step may have changed
     reads_whole: bool = False  # the lane cannot continue a prompt: it is one chunk, whatever the budget says
+    sweeps: Sweeps | None = None  # None: the lane does not stop between layers
 
 
 class ChunkRefused(Exception):
@@ -264,7 +266,7 @@ class Scheduler:
             self.holdings.moves.plan_stores(is_idle=not self.sequences)
         streams, reading = self._split_running()
         before = self._flights[0].claimed if self._flights else frozenset()
-        draft = Draft(num_streams=len(streams), claimed_before=before)
+        draft = Draft(num_streams=len(streams), claimed_before=before, num_swept=self._num_swept)
         decodes = [s for s in streams if not s.is_paused]
         prompts = self._prompts_in_order(reading)
         try:
@@ -337,7 +339,10 @@ class Scheduler:
             sequence = self.sequences[chunk.sequence_id]
             sequence.num_steps -= 1
             sequence.num_pending -= chunk.wants_logits
-            if chunk.end <= len(sequence.tokens):  # else the answer ended before this token was computed
+            sequence.cursor = None if chunk.is_through else chunk
+            if not chunk.is_through:
+                sequence.num_scheduled = sequence.num_computed
+            elif chunk.end <= len(sequence.tokens):  # else the answer ended before this token was computed
                 self._commit(sequence, chunk)
             if sequence.is_leaving:
                 self._leave_if_landed(sequence)
@@ -363,6 +368,7 @@ class Scheduler:
             for chunk in plan.chunks:
                 self._take_back(chunk)
                 sequence = self.sequences[chunk.sequence_id]
+                sequence.cursor = None  # what it had in these layers may have changed
                 if chunk.state is not None or self.limits.restarts_after_failure:
                     self.holdings.start_over(sequence)
                 if sequence.is_leaving:
@@ -378,7 +384,7 @@ class Scheduler:
     def _may_plan_ahead(self) -> bool:
         """Whether what the step in flight will change is known, but for tokens that the device chooses itself."""
         limits = self.limits
-        if limits.overlap or limits.reads_whole or self.holdings.states is not None:
+        if limits.overlap or limits.reads_whole or limits.sweeps or self.holdings.states is not None:
             return False
         if limits.restarts_after_failure:  # a step that fails gives back the blocks of the one before it
             return False
@@ -412,7 +418,7 @@ class Scheduler:
             token_budget=self.budget.ceiling,
             predicted_s=self.budget.predict(load),
             predicted_bytes=self.peak_estimate(
-                load.num_tokens, max([self._num_slots(chunk) for chunk in chunks]), self.resident_tokens
+                draft.num_rows, max([self._num_slots(chunk) for chunk in chunks]), self.resident_tokens
             ),
             reason=f"{self.limits.priority.value}: {load.num_decodes} decodes, {load.num_prompt_tokens} of prompts",
             moves=() if self.holdings.moves is None else self.holdings.moves.take_planned(),
@@ -479,6 +485,9 @@ class Scheduler:
                     break
                 if not self._admit(sequence, draft):
                     continue
+            if sequence.cursor is not None:
+                self._go_on(sequence, sequence.cursor, has_decodes, draft)
+                continue
             self.holdings.take_hits(sequence)
             if self.holdings.awaits(sequence):
                 continue
@@ -500,9 +509,43 @@ class Scheduler:
                 continue  # a span over the budget has a step to itself, beside decodes at most
             end = uncut_end(min(end, self._end_without_preemption(sequence, draft)), stops)
             if end > sequence.num_scheduled:
-                self._schedule(sequence, start, end, draft)
+                self._schedule(sequence, start, end, draft, self._sweep(sequence, start, end, has_decodes, draft))
             elif self._needs_blocks_at_once(sequence, stops):
                 may_join = False
+
+    def _sweep(self, sequence: Sequence, start: int, end: int, has_decodes: bool, draft: Draft) -> Chunk | None:
+        """A wider chunk that stops between layers; None where the one that ends at `end` is better or has to be."""
+        sweeps, budget, request, sampling = self.limits.sweeps, self.budget, sequence.request, sequence.request.sampling
+        if sweeps is None or budget.cost is None or budget.target_s is None or draft.num_swept:
+            return None
+        is_plain = request.chunk_size is None and request.source is None and not request.atomic_spans
+        wants_all = sampling.pooling is not None or sampling.prompt_logprobs is not None
+        if not is_plain or wants_all or not sequence.prompt_is_complete or not self.policy.decodes_beside_prompts:
+            return None
+        last = min(sequence.num_known, self._end_without_preemption(sequence, draft), start + sweeps.most_tokens)
+        most = self._num_fitting(sequence, start, last - start, draft)
+        chunk = Chunk(sequence_id=request.id, start=start, end=end, wants_logits=False)
+        limit_s = budget.aim_s(1.0 if has_decodes else STRETCH_WITHOUT_DECODES)
+        return sweeps.begun(budget.cost, draft.load, chunk, most, limit_s)
+
+    def _go_on(self, sequence: Sequence, cursor: Chunk, has_decodes: bool, draft: Draft) -> None:
+        """Takes a chunk through as many more layers as the step has time for: one at least where prompts advance."""
+        sweeps, cost = self.limits.sweeps, self.budget.cost
+        assert sweeps is not None
+        assert cost is not None, "a measurement borrows the limits of an engine that nobody uses"
+        is_due = self.policy.has_floor or self._steps_without_prefill >= self.policy.most_steps_without_prefill
+        least = int(not draft.load.num_prompt_tokens and (is_due or not has_decodes))
+        limit_s = self.budget.aim_s(1.0 if has_decodes else STRETCH_WITHOUT_DECODES)
+        chunk = sweeps.taken_on(cost, draft.load, cursor, limit_s, least=least)
+        if chunk is not None:
+            self._schedule(sequence, chunk.start, chunk.end, draft, chunk)
+
+    @property
+    def _num_swept(self) -> int:
+        """Counts the tokens that stand between two layers; they are of one sequence."""
+        if self.limits.sweeps is None:
+            return 0
+        return next((s.cursor.num_tokens for s in self.running.values() if s.cursor is not None), 0)
 
     def _needs_blocks_at_once(self, sequence: Sequence, stops: Stops) -> bool:
         """Whether its next token takes several: with the rest of what is read in one piece, or with its source."""
@@ -528,6 +571,7 @@ class Scheduler:
             while not self._admit(oldest, draft):  # the one that lost its place held nothing
                 if self._preempt_last(draft) is None:
                     return
+        oldest.cursor = None
         self.holdings.take_hits(oldest)
         if self.holdings.awaits(oldest):
             return
@@ -557,14 +601,17 @@ class Scheduler:
             wanted = allowed if draft.load.num_prompt_tokens else max(allowed, min(wanted, self.budget.floor))
         if wanted < 1:
             return 0
-        num_scheduled = draft.load.num_tokens
+        # One token always advances: the pool was sized so that the smallest chunk fits.
+        return max(self._num_fitting(sequence, num_slots, wanted, draft), 0 if draft.chunk_by_sequence else 1)
+
+    def _num_fitting(self, sequence: Sequence, num_slots: int, wanted: int, draft: Draft) -> int:
+        """Counts the tokens that fit the memory beside those of the draft."""
+        num_rows = draft.num_rows if self.limits.sweeps else draft.load.num_tokens
         try:
             longest = max(num_slots, draft.longest_before)
-            allowed = self.chunk_limit(longest, self.resident_tokens, wanted + num_scheduled)
+            return self.chunk_limit(longest, self.resident_tokens, wanted + num_rows) - num_rows
         except PenstockError as error:
             raise ChunkRefused(sequence.id, error) from error
-        # One token always advances: the pool was sized so that the smallest chunk fits.
-        return max(allowed - num_scheduled, 0 if draft.chunk_by_sequence else 1)
 
     def _shared_with_decodes(self, sequence: Sequence, wanted: int, draft: Draft) -> int:
         policy, budget = self.policy, self.budget
@@ -590,7 +637,9 @@ class Scheduler:
         draft.admitted.append(sequence.id)
         return True
 
-    def _schedule(self, sequence: Sequence, start: int, end: int, draft: Draft) -> None:
+    def _schedule(self, sequence: Sequence, start: int, end: int, draft: Draft, swept: Chunk | None = None) -> None:
+        """Puts a chunk into the draft: the one that ends at `end`, or one that stops between layers instead."""
+        end = end if swept is None else swept.end
         request = sequence.request
         num_slots = end if request.source is None else request.num_slots(end)
         is_held = len(sequence.block_ids) * self.limits.block_size >= num_slots
@@ -601,12 +650,15 @@ class Scheduler:
             sequence_id=request.id,
             start=start,
             end=end,
-            wants_logits=sequence.prompt_is_complete and end == sequence.num_expected,
+            wants_logits=sequence.prompt_is_complete
+            and end == sequence.num_expected
+            and (swept is None or swept.is_through),
             num_cached=sequence.num_cached,
             hits=sequence.hits,
             num_prompt_tokens=sequence.num_prompt_tokens if sequence.prompt_is_complete else None,
             state=None if self.holdings.states is None else self.holdings.state_use(sequence, end),
             num_slots_before=None if request.source is None else request.num_slots(start),
+            layers=None if swept is None else swept.layers,
         )
         sequence.num_steps += 1
         sequence.num_pending += chunk.wants_logits
@@ -637,6 +689,7 @@ class Scheduler:
             self.holdings.forgo_state(chunk)
         draft.preempted.append(sequence.id)
         self.num_preemptions += 1
+        sequence.cursor = None
         self.holdings.start_over(sequence)
         self.holdings.release(sequence)
         sequence.num_steps = sequence.num_pending = 0

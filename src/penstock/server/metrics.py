@@ -150,7 +150,7 @@ class Metrics:
             self._step_predicted.observe(plan.predicted_s)
         self._step_tokens.observe(plan.num_tokens)
         for chunk in plan.chunks:
-            if chunk.is_prefill:
+            if chunk.is_prefill and chunk.is_through:
                 self._chunk_tokens.observe(chunk.num_tokens)
         for moved in result.moved:
             kind = moved.move.kind

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from penstock.schedule.budget import StepLoad, fit_coefficients
+
+Reading = Literal["chunks", "sweeps", "auto"]  # auto: whichever is predicted to be faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +45,19 @@ class Machine:
     floor: int
     num_blocks: int
     max_running: int
+    num_layers: int
     scale: str  # how the scenarios were fitted to the machine
+    reading: Reading = "chunks"  # how long prompts are read
 
     @cached_property
     def coefficients(self) -> tuple[float, ...]:
         """Fits seconds to the features of a StepLoad.
 
-        All but a chunk's context: prompts in chunks of one size do not tell it from their tokens.
+        All but a chunk's context: prompts in chunks of one size do not tell it from their tokens. A chunk fetches keys
+        at least as a decode does, and counts as that.
         """
-        return tuple(fit_coefficients([((*m.features[:-1], 0.0), m.elapsed_s) for m in self.measurements]))
+        *found, _ = fit_coefficients([((*m.features[:-1], 0.0), m.elapsed_s) for m in self.measurements])
+        return (*found, found[-1])
 
     def seconds(self, features: Sequence[float]) -> float:
         return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
@@ -76,6 +83,7 @@ MACHINES = {
         floor=64,
         num_blocks=45_000,  # 720,000 tokens of 144 KiB in about 100 GiB
         max_running=256,
+        num_layers=36,
         scale="as named",
     ),
     "cpu": Machine(
@@ -92,6 +100,7 @@ MACHINES = {
         floor=16,
         num_blocks=4_096,  # 65,536 tokens of 22.5 KiB in 1.4 GiB
         max_running=16,
+        num_layers=30,
         scale="about a tenth of the lengths and fewer requests at a time",
     ),
 }

@@ -64,7 +64,7 @@ def _panel(axis: Axes, summaries: list[RunSummary]) -> Points:
     points: Points = {}
     for priority, (color, marker) in STYLES.items():
         found = points[priority] = {}
-        for s in (s for s in summaries if s.priority is priority):
+        for s in (s for s in summaries if s.priority is priority and s.reading == "chunks"):
             label = "none" if s.target_ms is None else f"{s.target_ms:g} ms"
             found.setdefault((round(s.gap_p99_ms, 1), round(s.ttft_p50_s, 2)), []).append(label)
         line = zip(*sorted(found), strict=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from random import Random
 
 from penstock.config import PrefillPriority
 from penstock.document import Document
-from penstock.simulate.costs import MACHINES, Machine
+from penstock.simulate.costs import MACHINES, Machine, Reading
 from penstock.simulate.simulate import SimulatedRun, simulate
 from penstock.simulate.workloads import SCENARIOS, SIZES, Sizes, lone_question
 from penstock.trace.percentile import percentile
@@ -29,6 +30,7 @@ class RunSummary(Document):
     machine: str
     priority: PrefillPriority
     target_ms: float | None
+    reading: Reading  # how long prompts were read
     is_complete: bool
     ttft_p50_s: float
     ttft_p99_s: float
@@ -56,6 +58,7 @@ class RunSummary(Document):
             run,
             scenario=scenario,
             machine=run.machine.name,
+            reading=run.machine.reading,
             target_ms=None if run.target_s is None else run.target_s * 1e3,
             ttft_p50_s=percentile(ttfts, 0.5),
             ttft_p99_s=percentile(ttfts, 0.99),
@@ -73,20 +76,23 @@ class RunSummary(Document):
     @property
     def name(self) -> str:
         target = "no target" if self.target_ms is None else f"{self.target_ms:g} ms"
-        return f"{self.machine} {self.scenario} {self.priority.value} {target}"
+        read = "" if self.reading == "chunks" else f", {self.reading}"
+        return f"{self.machine} {self.scenario} {self.priority.value} {target}{read}"
 
 
 def run_all(pool: Executor, machine: str, scenario: str, seed: int) -> list[RunSummary]:
-    """Runs a scenario with every priority at every target, each in a process of the pool."""
-    return list(
-        pool.map(partial(_run, machine, scenario, seed), *zip(*product(PrefillPriority, TARGETS_S), strict=True))
-    )
+    """Runs a scenario with every priority at every target, each in a process of the pool; and one also with sweeps."""
+    asked = [(priority, target_s, "chunks") for priority, target_s in product(PrefillPriority, TARGETS_S)]
+    if scenario == "beside-64k":
+        asked += product([PrefillPriority.INTERLEAVED], TARGETS_S[:-1], ["sweeps", "auto"])
+    return list(pool.map(partial(_run, machine, scenario, seed), *zip(*asked, strict=True)))
 
 
-def _run(machine: str, scenario: str, seed: int, priority: PrefillPriority, target_s: float | None) -> RunSummary:
-    trace = SCENARIOS[scenario](SIZES[machine], Random(seed))
-    run = simulate(trace, MACHINES[machine], priority=priority, target_s=target_s, seed=seed)
-    return RunSummary.of(run, scenario)
+def _run(
+    name: str, scenario: str, seed: int, priority: PrefillPriority, target_s: float | None, reading: Reading
+) -> RunSummary:
+    machine, trace = replace(MACHINES[name], reading=reading), SCENARIOS[scenario](SIZES[name], Random(seed))
+    return RunSummary.of(simulate(trace, machine, priority=priority, target_s=target_s, seed=seed), scenario)
 
 
 class Check(Document):
@@ -111,7 +117,8 @@ def check_all(summaries: Iterable[RunSummary]) -> list[Check]:
         for s in summaries
         if not s.is_complete
     ]
-    beside = {(s.priority, s.target_ms): s for s in summaries if s.machine == "h200" and s.scenario == "beside-64k"}
+    in_chunks = [s for s in summaries if s.reading == "chunks" and s.machine == "h200"]
+    beside = {(s.priority, s.target_ms): s for s in in_chunks if s.scenario == "beside-64k"}
     if beside:
         checks += _check_beside(beside[PrefillPriority.INTERLEAVED, 50.0], beside[PrefillPriority.PREFILL_FIRST, None])
     return checks

@@ -11,6 +11,7 @@ from penstock.config import PrefillPriority
 from penstock.request import FinishReason, Request, SamplingParams, StepPlan, StepResult
 from penstock.schedule.budget import POLICIES, StepCost, StepLoad, TokenBudget
 from penstock.schedule.scheduler import Limits, Scheduler
+from penstock.schedule.sweeps import Sweeps
 from penstock.simulate.costs import Machine
 from penstock.simulate.workloads import Arrival, Arrivals
 
@@ -75,13 +76,14 @@ def make_scheduler(
     cost: StepCost,
     max_running: int | None = None,
 ) -> Scheduler:
-    pool = BlockPool(num_blocks)
+    pool, sweeps = BlockPool(num_blocks), Sweeps(num_layers=machine.num_layers, are_forced=machine.reading == "sweeps")
     return Scheduler(
         limits=Limits(
             block_size=BLOCK_SIZE,
             max_context=num_blocks * BLOCK_SIZE,
             max_running=max_running or machine.max_running,
             priority=priority,
+            sweeps=None if machine.reading == "chunks" else sweeps,
         ),
         budget=TokenBudget(ceiling=machine.ceiling, floor=machine.floor, target_s=target_s, cost=cost),
         pool=pool,

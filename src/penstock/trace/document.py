@@ -88,6 +88,14 @@ class TracePlan(_Part):
     fits: bool
 
 
+class TraceLayers(_Part):
+    """Layers [first, end) of all, where a chunk stops between layers."""
+
+    first: Count
+    end: Count
+    num_layers: Count
+
+
 class TraceChunk(_Part):
     """Tokens [start, end) of one request in one step."""
 
@@ -97,6 +105,7 @@ class TraceChunk(_Part):
     end: Count
     prompt_tokens: Count | None  # None while the prompt's length is unknown
     cached_tokens: Count
+    layers: TraceLayers | None = None  # that it went through; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -142,14 +151,15 @@ class TraceStep(_Part):
 
     @property
     def num_read(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks if chunk.kind == "prefill")
+        done = (c for c in self.chunks if c.layers is None or c.layers.end == c.layers.num_layers)
+        return sum(chunk.num_tokens for chunk in done if chunk.kind == "prefill")
 
 
 class ChunkTime(_Part):
     step: Count
     start: Count
     end: Count
-    ms: Milliseconds  # of the whole step
+    ms: Milliseconds  # of the whole step, or of all steps that took it through some layers
 
 
 class TraceRequest(_Part):

@@ -10,12 +10,21 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from penstock.request import Chunk, Failed, Finished, Moved, Request, StepPlan, StepResult
-from penstock.trace.document import ChunkTime, Outcome, Trace, TraceChunk, TraceMove, TraceRequest, TraceStep
+from penstock.trace.document import (
+    ChunkTime,
+    Outcome,
+    Trace,
+    TraceChunk,
+    TraceLayers,
+    TraceMove,
+    TraceRequest,
+    TraceStep,
+)
 
-MAX_CHUNKS = 100_000  # of the steps that are kept: some 5 MB
+MAX_CHUNKS = 100_000  # of the steps that are kept: some 7 MB
 MAX_GAPS = 500_000  # of the requests that have ended, another 5 MB: each counts as some, and each chunk as its numbers
 GAPS_PER_REQUEST, GAPS_PER_CHUNK = 50, 4
-NUMBERS_PER_CHUNK = 6
+NUMBERS_PER_CHUNK = 9
 UNKNOWN = -1  # the length of a prompt that is still being read
 
 Record = TraceStep | TraceRequest
@@ -84,8 +93,11 @@ class Course:
         self.cached_tokens = max(self.cached_tokens, chunk.num_cached)
         if self.prompt_tokens is None:
             self.prompt_tokens = chunk.num_prompt_tokens
-        if chunk.is_prefill:
-            self.chunks.extend((result.step, chunk.start, chunk.end, round(result.elapsed_s * 1e3, 3)))
+        ms = round(result.elapsed_s * 1e3, 3)
+        if chunk.layers is not None and chunk.layers.first and self.chunks:
+            self.chunks[-1] += ms
+        elif chunk.is_prefill:
+            self.chunks.extend((result.step, chunk.start, chunk.end, ms))
         if chunk.sequence_id in result.token_by_sequence:
             self.token_times_s.append(started_s + result.elapsed_s)
 
@@ -264,10 +276,13 @@ def _move(moved: Moved) -> TraceMove:
 
 def _numbers(chunk: Chunk) -> tuple[int, ...]:
     num_prompt = UNKNOWN if chunk.num_prompt_tokens is None else chunk.num_prompt_tokens
-    return (chunk.sequence_id, chunk.is_prefill, chunk.start, chunk.end, num_prompt, chunk.num_cached)
+    layers = (0, 0, 0) if chunk.layers is None else (chunk.layers.first, chunk.layers.end, chunk.layers.num_layers)
+    return (chunk.sequence_id, chunk.is_prefill, chunk.start, chunk.end, num_prompt, chunk.num_cached, *layers)
 
 
-def _chunk(request_id: int, is_prefill: int, start: int, end: int, num_prompt: int, num_cached: int) -> TraceChunk:
+def _chunk(
+    request_id: int, is_prefill: int, start: int, end: int, num_prompt: int, num_cached: int, *layers: int
+) -> TraceChunk:
     return TraceChunk(
         request_id=request_id,
         kind="prefill" if is_prefill else "decode",
@@ -275,4 +290,5 @@ def _chunk(request_id: int, is_prefill: int, start: int, end: int, num_prompt: i
         end=end,
         prompt_tokens=None if num_prompt == UNKNOWN else num_prompt,
         cached_tokens=num_cached,
+        layers=TraceLayers(first=layers[0], end=layers[1], num_layers=layers[2]) if layers[2] else None,
     )

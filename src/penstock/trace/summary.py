@@ -128,7 +128,8 @@ def _reasons(step: TraceStep, like_ms: list[float], *, is_first: bool) -> Iterab
             continue
         after = f" after {chunk.start:,}" if chunk.start else ""
         whole = f" of {chunk.prompt_tokens:,}" if chunk.prompt_tokens else ""
-        yield f"reads {chunk.num_tokens:,}{whole} tokens of request {chunk.request_id}{after}"
+        layers = "" if chunk.layers is None else f", to layer {chunk.layers.end} of {chunk.layers.num_layers}"
+        yield f"reads {chunk.num_tokens:,}{whole} tokens of request {chunk.request_id}{after}{layers}"
     if len(prompts) > 1:
         yield f"reads for {len(prompts)} requests at once"
     if num_decodes:

@@ -20,58 +20,55 @@ from penstock.server.openai.asks import (
     JsonObject,
     OtherTool,
     Reasoning,
-    Said,
     SamplingFields,
-    TextOr,
-    Thinking,
     shallow,
     tool_kind,
 )
 
-MAX_TOOLS = 1024
+MAX_TOOLS = 128
 MAX_MARKS = 4  # by which clients say where prompts part; of more, the last
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
 
-class GivenText(Said):
+class GivenText(Ask):
     type: Literal["text"]
     text: str
     cache_control: JsonObject | None = None
 
 
-class ImageUrl(Said):
+class ImageUrl(Ask):
     url: str
+    detail: str | None = None
 
 
-class ImagePart(Said):
+class ImagePart(Ask):
     type: Literal["image_url"]
-    image_url: ImageUrl | str
+    image_url: ImageUrl
     cache_control: JsonObject | None = None
 
 
-AnyPart = Annotated[GivenText | ImagePart, Discriminator("type")]
-
-
-class GivenFunction(Said):
+class GivenFunction(Ask):
     name: str
-    arguments: str | JsonObject
+    arguments: str
 
 
-class GivenCall(Said):
-    id: str = ""
+class GivenCall(Ask):
+    id: str
+    type: Literal["function"] = "function"
     function: GivenFunction
+    index: int | None = None
 
 
-class GivenMessage(Said):
+class GivenMessage(Ask):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextOr[AnyPart] | None = None
+    content: str | Annotated[list[GivenText | ImagePart], FIRST_MISTAKE] | None = None
     name: str | None = None
     tool_calls: Annotated[list[GivenCall], FIRST_MISTAKE] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # what the model thought before, for templates that print it again
     reasoning: str | None = None  # the same, as others call it
-    prefix: Literal[False] | None = None  # whether the answer goes on from here, which none does
+    reasoning_details: Annotated[list[JsonObject], FIRST_MISTAKE] | None = None
     cache_control: JsonObject | None = None
 
     @property
@@ -94,7 +91,7 @@ class GivenMessage(Said):
             message["content"] = [_part(part, max_image_bytes) for part in self.content]
         elif isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content if isinstance(part, GivenText))
-        elif self.content is None and self.role not in ("assistant", "tool"):
+        elif self.content is None and not self.tool_calls:
             raise InvalidPrompt(f"A message of the {self.role} has no content. Give it a text.")
         else:
             message["content"] = self.content or ""
@@ -111,8 +108,7 @@ class GivenMessage(Said):
 def _part(part: GivenText | ImagePart, max_image_bytes: int) -> dict[str, Any]:
     if isinstance(part, GivenText):
         return {"type": "text", "text": part.text}
-    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-    return {"type": "image", "image": _image_bytes(url, max_image_bytes)}
+    return {"type": "image", "image": _image_bytes(part.image_url.url, max_image_bytes)}
 
 
 def _image_bytes(url: str, max_bytes: int) -> bytes:
@@ -132,12 +128,11 @@ def _image_bytes(url: str, max_bytes: int) -> bytes:
 
 
 def _call(call: GivenCall, arguments_as_text: bool) -> dict[str, Any]:
-    given = call.function.arguments or "{}"
-    written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    written = call.function.arguments or "{}"
     try:
         arguments = shallow(json.loads(written))
-    except json.JSONDecodeError:  # a call that was cut, say, and that the model is told of
-        arguments = {"arguments": written}
+    except json.JSONDecodeError:
+        raise InvalidPrompt(f"The arguments of the call {call.id!r} are no JSON. Send them as they came.") from None
     except (RecursionError, ValueError):
         raise InvalidPrompt(
             f"The arguments of the call {call.id!r} are nested deeper than {MAX_DEPTH} levels, or hold a number of "
@@ -150,7 +145,7 @@ def _call(call: GivenCall, arguments_as_text: bool) -> dict[str, Any]:
 Messages = Annotated[list[GivenMessage], Field(min_length=1, fail_fast=True)]
 
 
-class Function(Said):
+class Function(Ask):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: JsonObject | None = None
@@ -161,7 +156,7 @@ class Function(Said):
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Tool(Said):
+class Tool(Ask):
     type: Literal["function"]
     function: Function
     cache_control: JsonObject | None = None
@@ -192,20 +187,19 @@ class NamedSchema(Ask):
 class ResponseFormat(Ask):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None  # where others have it
 
     @model_validator(mode="after")
     def _check_schema(self) -> Any:
-        is_given = self.json_schema is not None or self.schema_ is not None
-        if is_given if self.type == "text" else self.type == "json_schema" and not is_given:
+        if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("type json_schema goes with json_schema: {name, schema}")
         return self
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """Finds the schema that the answer keeps to; None means any text."""
-        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
-        return {"type": "object"} if schema is None and self.type == "json_object" else schema
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatAsk(SamplingFields):
@@ -221,13 +215,12 @@ class ChatAsk(SamplingFields):
     reasoning: Reasoning | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    thinking: Thinking | None = None
     chat_template_kwargs: JsonObject | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Any:
-        if self.top_logprobs and not self.logprobs:
+        if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs go with logprobs: true")
         if taken := OWN_VARIABLES & (self.chat_template_kwargs or {}).keys():
             raise ValueError(f"chat_template_kwargs has {min(taken)!r}, which the server sets itself")
@@ -263,9 +256,7 @@ class ChatAsk(SamplingFields):
     def knobs(self) -> dict[str, Any]:
         """Gives what the template is told if it asks: how much to think, and what its own variables should be."""
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
-        thinks = self.thinking.is_wanted if self.thinking else self.enable_thinking
-        if thinks is None and effort is not None:
-            thinks = effort != "none"
+        thinks = effort != "none" if self.enable_thinking is None and effort is not None else self.enable_thinking
         given = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.server.openai.asks import (
     FIRST_MISTAKE,
@@ -15,9 +15,7 @@ from penstock.server.openai.asks import (
     JsonObject,
     OtherTool,
     Reasoning,
-    Said,
     StreamOptions,
-    TextOr,
     kinds,
     text_or_items,
     tool_kind,
@@ -25,7 +23,13 @@ from penstock.server.openai.asks import (
 from penstock.server.openai.chat_asks import ChatAsk
 
 
-class InputText(Said):
+class GivenItem(BaseModel):
+    """Something said before, as clients keep it; what no model reads of it, such as ids, is left out."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class InputText(GivenItem):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -33,7 +37,7 @@ class InputText(Said):
         return {"type": "text", "text": self.text}
 
 
-class InputImage(Said):
+class InputImage(GivenItem):
     type: Literal["input_image"]
     image_url: str
 
@@ -41,15 +45,10 @@ class InputImage(Said):
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-Content = TextOr[
-    Annotated[
-        Annotated[InputText, Tag("other")] | Annotated[InputImage, Tag("input_image")],
-        Discriminator(kinds("input_image")),
-    ]
-]
+Content = str | Annotated[list[InputText | InputImage], FIRST_MISTAKE]
 
 
-class InputMessage(Said):
+class InputMessage(GivenItem):
     type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
@@ -58,12 +57,12 @@ class InputMessage(Said):
         return {"role": self.role, "content": _chat_content(self.content)}
 
 
-class ReasoningText(Said):
+class ReasoningText(GivenItem):
     type: Literal["reasoning_text", "text"]
     text: str
 
 
-class ReasoningItem(Said):
+class ReasoningItem(GivenItem):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], FIRST_MISTAKE] | None = None
     encrypted_content: str | None = None
@@ -73,7 +72,7 @@ class ReasoningItem(Said):
         return {"role": "assistant", "reasoning_content": thoughts}
 
 
-class GivenCallItem(Said):
+class GivenCallItem(GivenItem):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -84,7 +83,7 @@ class GivenCallItem(Said):
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
 
 
-class CallOutputItem(Said):
+class CallOutputItem(GivenItem):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -120,7 +119,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Said):
+class FunctionTool(Ask):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -155,7 +154,9 @@ class TextFormat(Ask):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "schema": self.schema_}
+        if self.schema_ is None:
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_}}
 
 
 class TextOptions(Ask):
