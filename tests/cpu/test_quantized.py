@@ -11,11 +11,12 @@ from tiny_models import prompt
 
 from penstock.errors import InvalidSetting
 from penstock.kernels import build
+from penstock.kernels.calls import c_kernels
 from penstock.models.gguf_blocks import from_gguf
 from penstock.models.groups import grouped
 from penstock.models.layers import QuantizedLinear, wide_product
 from penstock.models.quantization import LAYOUTS, matrix_bytes, stored_bytes
-from penstock.models.quantized import QuantizedMatrix
+from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 
 PROMPT = prompt(150)
 OURS = (Type.Q8_0, Type.Q4_1)
@@ -57,6 +58,23 @@ def test_codes_of_a_gguf_are_kept_as_they_are(kind):
     matrix.parts[0].fill(np.arange(7, 47), from_gguf(blocks, kind))
     assert np.array_equal(matrix.parts[0].values(np.arange(7, 47)), quants.dequantize(blocks, kind))
     assert not matrix.parts[0].values(np.arange(7)).any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("choice", ["avx512", "avx2", "neon"])
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+def test_c_packs_rows_of_a_file_as_numpy_does(kind, choice):
+    if not build.can_run(choice):
+        pytest.skip(f"without {choice}")
+    build.use(choice)
+    blocks, order = random_blocks(kind, 50, 512), np.random.default_rng(3).permutation(50)
+    ours, theirs = (QuantizedMatrix.empty([(kind, 30), (kind, 20)], 512) for _ in range(2))
+    QuantizedRows(matrix=theirs, outputs_N=order).fill(0, from_gguf(blocks, kind))
+    for first in (0, 17):
+        rows = blocks[first : first + 17 if first == 0 else None]
+        QuantizedRows(matrix=ours, outputs_N=order).pack(c_kernels(), first, rows)
+    assert all(torch.equal(one.bytes, other.bytes) for one, other in zip(ours.parts, theirs.parts, strict=True))
+    assert ours.parts[0].bytes.any()
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)

@@ -97,6 +97,16 @@ struct unpacking {
     int32_t num_rows, num_inputs, num_threads;
 };
 
+/* Rows as a GGUF has them, and where they go. */
+struct packing {
+    const uint8_t *rows;
+    const int64_t *outputs; /* of the rows, in `weight` */
+    char *weight;           /* blocks of codes */
+    parallel_t parallel;
+    enum type type;
+    int32_t num_rows, num_inputs, num_threads;
+};
+
 /* A matrix of each expert, one after another. */
 struct of_experts {
     const bf16 *weight;     /* of the first */
@@ -156,6 +166,7 @@ void penstock_gated_activation(const struct gate *g);
 void penstock_multiply(const struct product *p);
 void penstock_multiply_packed(const struct product *p);
 void penstock_unpack_rows(const struct unpacking *u);
+void penstock_pack(const struct packing *p);
 void penstock_route(const struct routing *r);
 void penstock_mix(const struct mixture *m);
 int64_t penstock_mixture_bytes(const struct mixture *m);

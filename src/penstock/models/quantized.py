@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType as Type
 
-from penstock.kernels.calls import c_kernels
+from penstock.kernels.calls import CKernels, c_kernels
 from penstock.models.groups import Groups
 from penstock.models.projections import LANES
 from penstock.models.quantization import GROUP, LAYOUTS, matrix_bytes, tile_outputs
@@ -42,6 +43,13 @@ class QuantizedPart:
         block, lane = np.divmod(outputs_N, LANES)
         for stored, values in fields:
             stored[block, ..., lane] = values
+
+    def pack(self, kernels: CKernels, outputs_N: np.ndarray, rows_NB: np.ndarray) -> None:
+        """Takes rows as a GGUF has them, in C."""
+        outputs_N, rows_NB = outputs_N - self.first, np.ascontiguousarray(rows_NB)
+        places = {"rows": rows_NB.ctypes.data, "outputs": outputs_N.ctypes.data, "weight": self.bytes.data_ptr()}
+        sizes = {"type": int(self.kind), "num_rows": len(rows_NB), "num_inputs": self.num_inputs}
+        kernels.run("penstock_pack", "struct packing *", places | sizes)
 
     def values(self, outputs_N: np.ndarray) -> np.ndarray:
         """Gives those rows in float32."""
@@ -101,8 +109,7 @@ class QuantizedMatrix:
         """`types`: and the outputs of each."""
         parts, first = [], 0
         for kind, num_outputs in types:
-            # Outputs past the last one are zeros.
-            memory = torch.zeros(matrix_bytes(kind, num_outputs, num_inputs), dtype=torch.uint8)
+            memory = _zeros(matrix_bytes(kind, num_outputs, num_inputs))  # outputs past the last one stay so
             parts.append(
                 QuantizedPart(kind=kind, first=first, num_outputs=num_outputs, num_inputs=num_inputs, bytes=memory)
             )
@@ -168,6 +175,14 @@ class QuantizedMatrix:
                 yield outputs, torch.from_numpy(part.values(np.arange(first, outputs.stop))).to(dtype)
 
 
+def _zeros(num_bytes: int) -> torch.Tensor:
+    """Bytes that the system makes zeros where they are first touched: torch would write them, all of them, before that.
+
+    Numpy leaves it to the system too, and asks for large pages, which took four times as long to come.
+    """
+    return torch.frombuffer(mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)
+
+
 Weight = torch.Tensor | QuantizedMatrix
 
 
@@ -202,12 +217,20 @@ class QuantizedRows:
 
     def fill(self, first: int, groups: Groups) -> None:
         """Takes rows from `first` on, of those that are stored."""
-        outputs_N = self.outputs_N[first : first + len(groups.codes_NI)]
+        for part, outputs_N, is_of_N in self._parts(first, len(groups.codes_NI)):
+            some = Groups(kind=groups.kind, codes_NI=groups.codes_NI[is_of_N], factors_NR=groups.factors_NR[is_of_N])
+            part.fill(outputs_N, some)
+
+    def pack(self, kernels: CKernels, first: int, rows_NB: np.ndarray) -> None:
+        """Takes the same as a GGUF has them."""
+        for part, outputs_N, is_of_N in self._parts(first, len(rows_NB)):
+            part.pack(kernels, outputs_N, rows_NB[is_of_N])
+
+    def _parts(self, first: int, num_rows: int) -> Iterator[tuple[QuantizedPart, np.ndarray, np.ndarray | slice]]:
+        """Yields (part, its outputs, which of the rows they are)."""
+        outputs_N = self.outputs_N[first : first + num_rows]
         for part in self.matrix.parts:
             if (is_of_N := self._is_of(part, outputs_N)).all():
-                part.fill(outputs_N, groups)
+                yield part, outputs_N, slice(None)
             elif is_of_N.any():
-                some = Groups(
-                    kind=groups.kind, codes_NI=groups.codes_NI[is_of_N], factors_NR=groups.factors_NR[is_of_N]
-                )
-                part.fill(outputs_N[is_of_N], some)
+                yield part, outputs_N[is_of_N], is_of_N

@@ -16,6 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
+from penstock.kernels.calls import c_kernels
 from penstock.models.files import ModelFiles
 from penstock.models.gguf import GgufFile
 from penstock.models.gguf_blocks import from_gguf
@@ -345,9 +346,10 @@ def mxfp4_values(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
 
 
 class GgufWeights:
-    def __init__(self, gguf: GgufFile) -> None:
+    def __init__(self, gguf: GgufFile, tensors: dict[str, HfTensor] | None = None) -> None:
+        """`tensors`: those of a tower; None: the decoder's."""
         self._path = gguf.path
-        self._tensors = hf_tensors(gguf)
+        self._tensors = hf_tensors(gguf) if tensors is None else tensors
         num_values: Counter[str] = Counter()
         for piece in (piece for tensor in self._tensors.values() for piece in tensor.pieces):
             num_values[piece.stored.quant_type.name] += prod(piece.stored.shape)
@@ -452,16 +454,19 @@ class GgufWeights:
         row_bytes = num_inputs // block_items * block_bytes
         if piece.interleaved_heads:
             destination = destination.taking(_halves_first(num_rows, num_rows // piece.interleaved_heads))
-        step, kind = max(1, SLICE_BYTES // (4 * num_inputs)), destination.kind
+        kind, kernels = destination.kind, c_kernels()
+        packs = kernels is not None and kind == stored.quant_type
+        step = max(1, SLICE_BYTES // (row_bytes if packs else 4 * num_inputs))
         for first in range(0, num_rows, step):
             raw = torch.empty(min(step, num_rows - first), row_bytes, dtype=torch.uint8)
             _read_into(stored.path, stored.offset + first * row_bytes, raw)
-            if kind == stored.quant_type:
-                groups = from_gguf(raw.numpy(), stored.quant_type)
+            if packs:
+                destination.pack(kernels, first, raw.numpy())
+            elif kind == stored.quant_type:
+                destination.fill(first, from_gguf(raw.numpy(), kind))
             else:
                 values = self._dequantized(raw.numpy(), num_inputs, stored.quant_type, name)
-                groups = grouped(values, kind)
-            destination.fill(first, groups)
+                destination.fill(first, grouped(values, kind))
 
     def _dequantized(self, raw: np.ndarray, row_items: int, quant_type: GGMLQuantizationType, name: str) -> np.ndarray:
         block_items, block_bytes = GGML_QUANT_SIZES[quant_type]

@@ -391,8 +391,8 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     }
     merges: list[tuple[str, str]] = []
     for token in sorted(pieces, key=pieces.__getitem__):
-        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        merges += [(left, right) for left, right in cuts if left in pieces and right in pieces]
+        cuts = [cut for cut in range(1, len(token)) if token[:cut] in pieces]
+        merges += [(token[:cut], token[cut:]) for cut in cuts if token[cut:] in pieces]
     return merges
 
 
@@ -419,8 +419,9 @@ def _surround(backend: Tokenizer, vocabulary: _Vocabulary, *, adds_bos: bool) ->
 def _mark_added_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Control and user-defined tokens are matched whole in the text, before any splitting or normalizing."""
     special, plain = [], []
+    is_phi3 = vocabulary.is_phi3
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        rstrip = vocabulary.is_phi3 and token not in PHI3_UNSTRIPPED
+        rstrip = is_phi3 and token not in PHI3_UNSTRIPPED
         if token and kind in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
         elif token and kind == USER_DEFINED:
