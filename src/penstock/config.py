@@ -101,6 +101,7 @@ class EngineConfig:
     context: int | None = None  # tokens; None: the model's own limit
     lane: str | None = None  # None: the lane table picks
     text_only: bool | None = None  # None: of an image-text model, where nothing can encode its images
+    mmproj: str | None = None  # the vision tower of a GGUF; None: what lies beside it and fits
     adapter: str | None = None  # a LoRA's folder or hub id, merged into the weights
     strict: bool = False  # refuse instead of adjusting
     device: str = "auto"

@@ -64,7 +64,7 @@ def test_weights_stay_in_few_bits_only_where_they_can(place_of):
         _ = place_of(TEXT, quantize="keep").quantize
     with pytest.raises(InvalidSetting, match="is for processors"):
         _ = place_of(TEXT, quantize="int8", device="cuda").quantize
-    with pytest.raises(InvalidSetting, match="optimized-native-text, not transformers-generic-seq2seq-source"):
+    with pytest.raises(InvalidSetting, match="native-multimodal, not transformers-generic-seq2seq-source"):
         place_of(SOURCE, quantize="int8")
 
 

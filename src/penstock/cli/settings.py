@@ -23,6 +23,7 @@ ENGINE = {
     "context": "Most tokens of prompt and answer; past the model's own: a warning.",
     "lane": "Force a lane by its id.",
     "text_only": "Load the text part of an image-text model alone; unless given, where nothing can encode images.",
+    "mmproj": "The vision tower of a GGUF file; unless given, the mmproj file beside it that fits.",
     "adapter": "A LoRA to merge into the weights: PEFT's folder, or its hub id.",
     "strict": "Refuse instead of adjusting.",
     "device": "auto, cuda or cpu; auto takes an NVIDIA GPU where there is one.",

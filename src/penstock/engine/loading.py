@@ -86,7 +86,14 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
         max_context, warnings = place.context_limit(memory.shape.max_context)
         place.room(memory)
     place = place.with_placement(memory)
-    loading = Loading(place=place, memory=memory, max_context=max_context, checks_so_far=checks, weights=weights)
+    loading = Loading(
+        place=place,
+        memory=memory,
+        max_context=max_context,
+        checks_so_far=checks,
+        weights=weights,
+        tokenizer=parts.backend,
+    )
     content = WeightContent.of(files) if weights is None and place.uses_disk else None
     model = _put_together(loader.load(loading), loading, parts, tokenizer, warnings)
     return replace(model, content=content.digest if content is not None and content.still_holds else None)

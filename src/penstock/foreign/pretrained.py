@@ -18,10 +18,11 @@ import torch
 
 from penstock.errors import InvalidModelFile, UnsupportedModel, first_line
 from penstock.models.files import ModelFiles
+from penstock.models.gguf_tower import GgufTower
 from penstock.models.media_spec import in_eight_bits
 from penstock.models.merging import merge_into
 from penstock.models.stored_names import HEAD, decoder_prefix
-from penstock.models.weights import SLICE_BYTES, open_weights
+from penstock.models.weights import SLICE_BYTES, GgufWeights, open_weights
 
 
 def causal_class(files: ModelFiles) -> tuple[type, Any]:
@@ -112,7 +113,10 @@ def load_tower(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dt
     if getattr(text, "layer_types", None):
         text.layer_types = []
     files = replace(files, adapter=None)  # it is merged where the language part is read, which knows what is left over
-    model = load_causal(files, model_class, config, dtype, device)
+    if files.tower is None:
+        model = load_causal(files, model_class, config, dtype, device)
+    else:
+        model = _tower_from_gguf(files.tower, model_class, config, dtype).to(device)
     for module in model.modules():
         for name in ("embed_tokens", "lm_head"):
             if isinstance(getattr(module, name, None), torch.nn.Module):
@@ -211,6 +215,23 @@ def _from_gguf(files: ModelFiles, model_class: Any, config: Any, dtype: torch.dt
         )
     for name, parameter in model.named_parameters():
         source.copy_into(parameter, name)
+    return model.eval()
+
+
+def _tower_from_gguf(tower: GgufTower, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Weights of two frames are stored apart."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
+    places = {}
+    for name, one in model.named_parameters():
+        if not name.startswith(("model.language_model.", "lm_head.")):
+            frames = one.unbind(2) if one.dim() == 5 else ()
+            places |= {f"{name}.{frame}": part for frame, part in enumerate(frames)} or {name: one}
+    source = GgufWeights(tower.gguf, tower.tensors(places))
+    for name, place in places.items():
+        source.copy_into(place, name)
     return model.eval()
 
 

@@ -28,6 +28,7 @@ class Loading:
     max_context: int
     checks_so_far: Checks | None = None  # None: the lane is exact by how it is built
     weights: WeightSource | None = None  # in place of those in the files; None: those
+    tokenizer: Any = None  # of the library `tokenizers`, for what reads images of a GGUF
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +72,7 @@ class LoadedLane:
 
 
 def require_folder(files: ModelFiles, kind: str) -> None:
-    if files.folder is None:
+    if files.folder is None and files.tower is None:
         raise UnsupportedModel(f"{kind} models are read from safetensors, not from GGUF. Pass the folder.")
 
 

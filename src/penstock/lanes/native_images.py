@@ -12,6 +12,7 @@ import torch
 from penstock.attention.backend import ForwardInputs, MediaInputs
 from penstock.errors import UnsupportedModel
 from penstock.foreign.features import Features
+from penstock.foreign.gguf_images import gguf_processor
 from penstock.foreign.images import MediaModel, MediaPrompt
 from penstock.foreign.pretrained import image_text_class, load_tower, quiet_library
 from penstock.lanes.lane import LaneFacts
@@ -134,7 +135,7 @@ class NativeImagesLoader:
         self.weights = open_weights(files)
         self._refuse_tower_in_eight_bits(files)
         self.spec = stored_spec(media_decoder_spec(files), self.weights, files.folder)
-        self.reader = ImageReader.of(files)
+        self.reader = ImageReader.of(files) if files.tower is None else None  # a GGUF's needs the tokenizer
         self.model_class, self.model_config = image_text_class(files)
 
     def _refuse_tower_in_eight_bits(self, files: ModelFiles) -> None:
@@ -149,18 +150,19 @@ class NativeImagesLoader:
     def load(self, loading: Loading) -> LoadedLane:
         files, num_tokens = loading.place.files, loading.num_tokens(loading.memory)
         with quiet_library():
+            reader = self.reader or ImageReader(processor=gguf_processor(files, self.model_config, loading.tokenizer))
             tower = load_tower(files, self.model_class, self.model_config, loading.dtype, loading.device)
             sight = sight_of(files.config)
-            media, encoder_bytes = self.reader.media(tower, loading, loading.memory, sight=sight)
+            media, encoder_bytes = reader.media(tower, loading, loading.memory, sight=sight)
         return_freed_memory()
         facts = with_boundary(loading.place.lane, media.sight)
         text = native_lane(self.spec, self.weights, loading, num_tokens, facts)
         return LoadedLane(
-            lane=NativeMultimodalLane(media, text, reader=self.reader, encoder_bytes=encoder_bytes),
+            lane=NativeMultimodalLane(media, text, reader=reader, encoder_bytes=encoder_bytes),
             spec=self.spec,
             memory=loading.memory,
             num_tokens=num_tokens,
             attention=text.attention,
             states=text.states,
-            chat_template=self.reader.chat_template,
+            chat_template=reader.chat_template,
         )

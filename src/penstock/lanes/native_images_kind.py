@@ -37,7 +37,14 @@ def claim(config: Mapping[str, Any]) -> Claim:
 
 
 def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
-    shape = native_shape(media_text_config(place.files), place.dtype, device=place.device)
+    quantization = place.quantization
+    shape = native_shape(
+        media_text_config(place.files),
+        place.dtype,
+        quantization,
+        multiplies_codes=quantization is not None and place.multiplies_codes,
+        device=place.device,
+    )
     shape = dataclasses.replace(shape, num_parameters=num_stored_parameters(place.files) or shape.num_parameters)
     row_bytes = shape.hidden_size * place.item_bytes
     memory = native_text_kind.memory_of(shape, place)
@@ -46,7 +53,7 @@ def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
 
 
 NATIVE_IMAGES = LaneKind(
-    facts=LaneFacts(id="optimized-native-multimodal", reads_images=True),
+    facts=LaneFacts(id="optimized-native-multimodal", reads_images=True, keeps_codes=True),
     claim=claim,
     price=price,
     loader="penstock.lanes.native_images:NativeImagesLoader",

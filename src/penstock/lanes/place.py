@@ -184,8 +184,8 @@ class Place:
             if config.strict:
                 raise InvalidSetting(f"--strict: {message}. Lower --overlap to 0.")
             found.append(message)
-        if self.files.gguf is not None and (towers := sorted(self.files.gguf.path.parent.glob("mmproj*.gguf"))):
-            found.append(f"images are not read from GGUF: {towers[0].name} is left aside; use the safetensors folder")
+        if self.files.why_no_tower:
+            found.append(self.files.why_no_tower)
         if self.quantize == "keep" and (names := expanded_types(self.files)):
             found.append(f"weights in {', '.join(names)} are expanded to {self.dtype}: nothing multiplies their codes")
         if config.cache_dir is not None and not self.uses_disk:

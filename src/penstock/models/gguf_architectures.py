@@ -211,6 +211,7 @@ _GRANITE_SCALES = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_SECTIONS = frozenset({"rope.dimension_sections"})
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _SOFTCAPS = {"final_logit_softcapping": "final_logit_softcapping"}
 
@@ -291,6 +292,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture(
         model_type="qwen2", class_name="Qwen2ForCausalLM", fixed=_NO_WINDOW, biases={}, biased=QKV_STEMS
+    ),
+    "qwen2vl": Architecture(
+        model_type="qwen2_5_vl_text",
+        class_name="Qwen2_5_VLTextModel",
+        fixed=_NO_WINDOW,
+        biases={},
+        biased=QKV_STEMS,
+        reads=_SECTIONS,
+    ),
+    "qwen3vl": Architecture(
+        model_type="qwen3_vl_text",
+        class_name="Qwen3VLTextModel",
+        block_names=_PLAIN | _QK_NORMS,
+        reads=_SECTIONS,
     ),
     "qwen3": Architecture(
         model_type="qwen3", class_name="Qwen3ForCausalLM", block_names=_PLAIN | _QK_NORMS, fixed=_NO_WINDOW
@@ -450,6 +465,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fixed={**_NO_WINDOW, "norm_topk_prob": True},
         integers=_MIXTURE,
         gating=1,
+    ),
+    "qwen3vlmoe": Architecture(
+        model_type="qwen3_vl_moe_text",
+        class_name="Qwen3VLMoeTextModel",
+        block_names=_PLAIN | _QK_NORMS | _QWEN_EXPERTS,
+        fixed={**_SILU, "norm_topk_prob": True},
+        integers=_MIXTURE,
+        gating=1,
+        reads=_SECTIONS,
     ),
     "gpt-oss": Architecture(
         model_type="gpt_oss",

@@ -286,11 +286,21 @@ def _with_dense_layers(keys: Keys, config: Mapping[str, Any], layers: Layers) ->
 
 
 def _delta(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
-    entries: dict[str, Any] = {"linear_value_head_dim": _state_head_size(keys)}
+    return {"linear_value_head_dim": _state_head_size(keys), **_axes(keys, config, layers)}
+
+
+def _axes(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
+    """How many frequencies turn with time, height and width, of models that read images."""
     sections = keys.raw("rope.dimension_sections")
-    if isinstance(sections, list) and config["rope_scaling"] is None and all(type(one) is int for one in sections):
-        entries["rope_scaling"] = {"rope_type": "default", "mrope_section": sections[:3], "mrope_interleaved": True}
-    return entries
+    if (
+        not isinstance(sections, list)
+        or config["rope_scaling"] is not None
+        or any(type(n) is not int for n in sections)
+    ):
+        return {}
+    in_turns = config["model_type"] != "qwen2_5_vl_text"
+    scaling = {"rope_type": "default", "mrope_section": sections[:3], "mrope_interleaved": in_turns}
+    return {"rope_scaling": scaling}
 
 
 def _state_head_size(keys: Keys) -> int:
@@ -341,6 +351,9 @@ _ENTRIES: Mapping[str, Callable[[Keys, Mapping[str, Any], Layers], dict[str, Any
     "qwen2_moe": _with_dense_layers,
     "qwen3_moe": _with_dense_layers,
     "lfm2_moe": _with_dense_layers,
+    "qwen2_5_vl_text": _axes,
+    "qwen3_vl_text": _axes,
+    "qwen3_vl_moe_text": _axes,
     "qwen3_next": _delta,
     "qwen3_5_text": _delta,
     "qwen3_5_moe_text": _delta,

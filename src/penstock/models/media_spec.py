@@ -55,7 +55,8 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     family = FAMILIES.get(str(text.get("model_type")))
     own_names = {} if family is None else family.keys
-    if any(text.get(own_names.get(name, name)) is None for name in REQUIRED):
+    missing = {name for name in REQUIRED if text.get(own_names.get(name, name)) is None}
+    if missing - ({"rope_parameters"} if "rope_scaling" in text and "rope_theta" in text else set()):
         return None
     if str(text["model_type"]).startswith("gemma3") and "head_dim" not in text:
         return None
