@@ -8,7 +8,6 @@ import pytest
 import torch
 from logit_recorder import LogitRecorder
 from paged_attention import paged
-from tiny_models import prompt
 from unlike_heads import attended_and_expected
 
 from penstock.attention.backend import AttentionRule, ForwardInputs
@@ -131,7 +130,7 @@ def test_single_tokens_differ_by_rounding_alone(rule):
 def test_threads_do_not_change_a_bit(cuts):
     sequence, threads = OneSequence(), torch.get_num_threads()
     results = []
-    for num_threads in (1, 2, 3, 2):
+    for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         results.append(sequence.attend(RULES["causal"], cuts))
     torch.set_num_threads(threads)
@@ -149,7 +148,7 @@ def test_streams_beside_each_other_have_the_bits_of_one_thread(heads):
 
 
 def test_a_chunk_that_holds_the_prompt_gives_the_bits_of_the_whole_prompt(load):
-    tokens = prompt(150)
+    tokens = list(range(3, 153))
     logits = []
     for chunk_size in (0, 150, 4096, 0):
         engine = load("llama", chunk_size=chunk_size, dtype="bfloat16")

@@ -83,18 +83,7 @@ def test_the_interpreter_of_llama_cpp_is_handed_down(bare_python, tmp_path, monk
     monkeypatch.delenv("PENSTOCK_PEER_PYTHON", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was converted yet
     before = dict(os.environ)
-    flags = [
-        "bench",
-        "cpu",
-        "--only",
-        "memory",
-        "--length",
-        "16",
-        "--peers",
-        "llama.cpp",
-        "--llama-python",
-        bare_python,
-    ]
+    flags = ["bench", "memory", "--peers", "llama.cpp", "--llama-python", bare_python]
     refused = CliRunner().invoke(app, flags)
     assert isinstance(refused.exception, PeerFailed)
     assert re.search(r"could not be converted for llama\.cpp: llama_cpp is not installed", str(refused.exception))
