@@ -14,7 +14,7 @@ from penstock.kernels import build
 from penstock.kernels.calls import c_kernels
 from penstock.models.gguf_blocks import from_gguf
 from penstock.models.groups import grouped
-from penstock.models.layers import QuantizedLinear, wide_product
+from penstock.models.layers import Linear, wide_product
 from penstock.models.quantization import LAYOUTS, matrix_bytes, stored_bytes
 from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 
@@ -111,7 +111,7 @@ def test_a_product_is_of_the_codes_and_the_same_for_any_number_of_rows(kinds):
     torch.set_num_threads(3)
     assert torch.equal(wide_product(rows, matrix), together), "of three threads"
     bias = torch.from_numpy(normal(len(matrix), seed=1)).bfloat16()
-    linear = QuantizedLinear(matrix=matrix, bias_O=bias)
+    linear = Linear(weight_OI=matrix, bias_O=bias)
     assert torch.equal(linear(rows), (together + bias).bfloat16())
     added = torch.ones(len(rows), len(matrix), dtype=torch.bfloat16)
     linear.add_to(added, rows)
@@ -143,7 +143,7 @@ def test_without_the_c_kernels_the_matrix_is_unpacked_tile_by_tile(quantized, mo
     rows = torch.from_numpy(normal(70, 96, seed=2))
     expected = rows.double() @ values.double().T
     added = torch.ones(70, 200)
-    QuantizedLinear(matrix=matrix, bias_O=None).add_to(added, rows)
+    Linear(weight_OI=matrix, bias_O=None).add_to(added, rows)
     assert (wide_product(rows, matrix) - expected).abs().max() < 1e-4
     assert (added - 1 - expected).abs().max() < 1e-4
     build.use("torch")
@@ -208,8 +208,8 @@ def _weights(decoder):
     if decoder.head_VM is not decoder.embeddings_VM:
         yield decoder.head_VM
     for layer in decoder.layers:
-        for linear in (layer.mixer.qkv, layer.mixer.output, layer.mlp.gate_up, layer.mlp.down):
-            yield linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI
+        for linear in (layer.mixer.qkv, layer.mixer.output, layer.mlp.first, layer.mlp.down):
+            yield linear.weight_OI
 
 
 def test_keep_needs_a_quantized_file(load):

@@ -14,7 +14,6 @@ from tiny_models import prompt, save_tiny_model
 
 from penstock.engine.engine import Engine
 from penstock.models.experts import Experts
-from penstock.models.layers import QuantizedLinear
 from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
@@ -139,7 +138,9 @@ def test_the_memory_model_counts_experts_and_recurrent_layers_as_they_are_kept(w
     assert shape.quantized_bytes == sum(matrix.num_bytes for matrix in matrices)
     experts = [layer.mlp for layer in decoder.layers]
     assert all(isinstance(one.gate_up, QuantizedMatrix) and isinstance(one.down, QuantizedMatrix) for one in experts)
-    assert sum(isinstance(layer.mixer.output, QuantizedLinear) for layer in decoder.layers) == len(decoder.layers)
+    assert sum(isinstance(layer.mixer.output.weight_OI, QuantizedMatrix) for layer in decoder.layers) == len(
+        decoder.layers
+    )
 
 
 @pytest.mark.usefixtures("compiled")

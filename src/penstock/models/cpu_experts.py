@@ -68,7 +68,7 @@ def _of_experts(matrix: Weight, part: int, num_experts: int, num_outputs: int) -
 def routing_fields(experts: Experts) -> dict[str, Any]:
     router = experts.router
     return {
-        "router": router.weight_OI.data_ptr(),
+        "router": router.dense_OI.data_ptr(),
         "bias": address(router.bias_O),
         "num_inputs": router.weight_OI.shape[1],
         "num_experts": experts.spec.num_experts,

@@ -17,7 +17,7 @@ from penstock.models.cpu_experts import is_known, mixture_bytes, mixture_fields,
 from penstock.models.cpu_layers import GELU_TANH, gate_fields, norm_fields, product_fields, workspace
 from penstock.models.decoder import Attention, Decoder, Layer, Passage
 from penstock.models.experts import Experts
-from penstock.models.layers import GatedMlp, LayerNorm, Linear, QuantizedLinear, RmsNorm
+from penstock.models.layers import GatedMlp, LayerNorm, Linear, RmsNorm
 from penstock.models.quantization import HALF_GROUP
 
 MAX_ROWS = 1088  # a chunk of 1,024 and tokens beside it
@@ -143,7 +143,7 @@ class CompiledSteps:
 
     def _list_mlp(self, layer: Layer, mlp: GatedMlp) -> None:
         self._list_norm(layer.norms[self._decoder.mlp_input_norm], self._hidden_RM, self._normed_RM)
-        self._list_product(mlp.gate_up, self._normed_RM, self._gate_up)
+        self._list_product(mlp.first, self._normed_RM, self._gate_up)
         self._list("gate", gate_fields(self._gate_up, self._gated_RF, mlp.activation))
         self._list_added(layer, "mlp", mlp.down, self._gated_RF)
 
@@ -156,7 +156,7 @@ class CompiledSteps:
         self._mixture = mixture | read | {"out": self._hidden_RM.data_ptr()}
         self._list("mixture", self._mixture)
 
-    def _list_added(self, layer: Layer, part: str, linear: Linear | QuantizedLinear, x: torch.Tensor) -> None:
+    def _list_added(self, layer: Layer, part: str, linear: Linear, x: torch.Tensor) -> None:
         """Adds to the hidden states, within the product where no norm comes between."""
         name = self._decoder.output_norm(part)
         if name is None:
@@ -174,11 +174,8 @@ class CompiledSteps:
         self._list("norm", norm_fields(parts, norm.weight, out, norm.eps, sums))
         return out
 
-    def _list_product(
-        self, linear: Linear | QuantizedLinear, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
-    ) -> None:
-        weight = linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI
-        for fields in product_fields(x, weight, linear.bias_O, out, adds=adds):
+    def _list_product(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> None:
+        for fields in product_fields(x, linear.weight_OI, linear.bias_O, out, adds=adds):
             self._list("product", fields | {"group_sums": self._group_sums.data_ptr()})
 
     def _list(self, kind: str, fields: dict[str, Any]) -> None:

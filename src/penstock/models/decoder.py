@@ -18,12 +18,11 @@ from penstock.models.layer_inputs import InputGate, LayerInputs, rows_of
 from penstock.models.layer_specs import DeltaSpec, MambaSpec
 from penstock.models.layer_stream import LayerStream
 from penstock.models.layers import (
-    AnyLinear,
     GatedMlp,
     LayerNorm,
     Linear,
+    Mlp,
     PlainMlp,
-    QuantizedLinear,
     RmsNorm,
     Xielu,
     plain_activation,
@@ -51,8 +50,8 @@ from penstock.models.weights import HalvesFirst, WeightSource, fill
 class Attention:
     index: int  # among the layers that have keys and values
     rule: AttentionRule
-    qkv: Linear | QuantizedLinear
-    output: Linear | QuantizedLinear
+    qkv: Linear
+    output: Linear
     sinks_H: torch.Tensor | None  # None: the layer has none
     value_norm: RmsNorm | None  # by head, without weights of its own
 
@@ -68,7 +67,7 @@ class Layer:
     spec: LayerSpec
     mixer: Attention | Recurrence | None  # None: tokens do not see each other
     beside: Recurrence | None  # adds what it reads from the same input
-    mlp: GatedMlp | PlainMlp | Experts | None
+    mlp: Mlp | Experts | None
     norms: dict[str, RmsNorm | LayerNorm]  # by their names in the checkpoint; absent ones are not applied
     experts: Experts | None = None  # beside the MLP, not instead of it
     gate: InputGate | None = None  # where layers have inputs of their own
@@ -271,7 +270,7 @@ class Decoder:
     def _mlp(
         self,
         layer: Layer,
-        mlp: GatedMlp | PlainMlp | Experts,
+        mlp: Mlp | Experts,
         hidden_TM: torch.Tensor,
         num_real_1: torch.Tensor | None = None,
         normed: torch.Tensor | None = None,  # None: the MLP has a norm of its own
@@ -293,7 +292,7 @@ class Decoder:
         self,
         layer: Layer,
         part: str,
-        last: Linear | QuantizedLinear | GatedMlp | PlainMlp | Experts,
+        last: Linear | Mlp | Experts,
         x: torch.Tensor,
         hidden_TM: torch.Tensor,
         scale: float = 1.0,
@@ -403,7 +402,7 @@ class Decoder:
         assert recurrent is not None
         has_bias = not isinstance(recurrent, DeltaSpec) and recurrent.has_bias
         projections = self._projections[index]
-        linears: dict[str, AnyLinear] = {
+        linears: dict[str, Linear] = {
             r: self._empty_linear(projections[r], bias=has_bias) for r in RECURRENT_ROLES if r in projections
         }
         if isinstance(recurrent, DeltaSpec):
@@ -432,7 +431,7 @@ class Decoder:
             else None,
         )
 
-    def _empty_mlp(self, index: int) -> GatedMlp | PlainMlp | Experts | None:
+    def _empty_mlp(self, index: int) -> Mlp | Experts | None:
         spec, layer = self.spec, self.spec.layers[index]
         if not layer.has_mlp:
             return None
@@ -441,9 +440,9 @@ class Decoder:
         place: Any = {"dtype": self.dtype, "device": self.device}
         first, down = (self._empty_linear(self._projections[index][r], bias=spec.mlp_bias) for r in ("gate_up", "down"))
         if spec.is_gated:
-            return GatedMlp(gate_up=first, down=down, activation=spec.activation, gate_scale=spec.mlp_scales[0])
+            return GatedMlp(first=first, down=down, activation=spec.activation, gate_scale=spec.mlp_scales[0])
         activation = Xielu.empty(**place) if spec.activation == "xielu" else plain_activation(spec.activation)
-        return PlainMlp(up=first, down=down, activation=activation)
+        return PlainMlp(first=first, down=down, activation=activation)
 
     def _empty_experts(self, index: int) -> Experts:
         spec, projections = self.spec, self._projections[index]
@@ -453,14 +452,12 @@ class Decoder:
         place: Any = {"norm_eps": spec.norm_eps, "dtype": self.dtype, "device": self.device}
         return Experts.empty(spec.experts, spec.hidden_size, spec.activation, shared=shared, codes=codes, **place)
 
-    def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear | QuantizedLinear:
-        weight = self._empty_weight(projection)
+    def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear:
+        weight_OI, order = self._empty_weight(projection), None
+        if self._quantization is not None and isinstance(weight_OI, QuantizedMatrix):
+            order = self._quantization.order(projection)
         bias_O = torch.empty(projection.num_outputs, dtype=self.dtype, device=self.device) if bias else None
-        if isinstance(weight, QuantizedMatrix):
-            order = None if self._quantization is None else self._quantization.order(projection)
-            order_I = None if order is None else torch.from_numpy(order)
-            return QuantizedLinear(matrix=weight, bias_O=bias_O, order_I=order_I)
-        return Linear(weight_OI=weight, bias_O=bias_O)
+        return Linear(weight_OI=weight_OI, bias_O=bias_O, order_I=None if order is None else torch.from_numpy(order))
 
     def _empty_weight(self, projection: Projection) -> torch.Tensor | QuantizedMatrix:
         codes = self._empty_codes(projection)
@@ -531,9 +528,8 @@ class Decoder:
                         yield from _parts(of_layer[role], matrix)
                 for role, linear in zip(SHARED_ROLES, experts.shared_linears, strict=False):
                     yield from _linear_parts(of_layer[role], linear)
-        if isinstance(layer.mlp, (GatedMlp, PlainMlp)):
-            first = layer.mlp.gate_up if isinstance(layer.mlp, GatedMlp) else layer.mlp.up
-            yield from _linear_parts(of_layer["gate_up"], first)
+        if isinstance(layer.mlp, Mlp):
+            yield from _linear_parts(of_layer["gate_up"], layer.mlp.first)
             yield from _linear_parts(of_layer["down"], layer.mlp.down)
             if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
                 others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
@@ -560,10 +556,8 @@ def _norm_parts(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, tor
         yield f"{name}.bias", norm.bias
 
 
-def _linear_parts(
-    projection: Projection, linear: Linear | QuantizedLinear
-) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    yield from _parts(projection, linear.matrix if isinstance(linear, QuantizedLinear) else linear.weight_OI)
+def _linear_parts(projection: Projection, linear: Linear) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    yield from _parts(projection, linear.weight_OI)
     if linear.bias_O is not None:
         row = 0
         for part in projection.parts:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import DeltaSpec
-from penstock.models.layers import AnyLinear, Linear, RmsNorm
+from penstock.models.layers import Linear, RmsNorm
 from penstock.models.recurrence import RecurrentTokens, convolve, recur
 
 L2_EPS = 1e-6
@@ -22,20 +22,20 @@ L2_EPS = 1e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta:
     spec: DeltaSpec
-    qkvz: AnyLinear
-    beta_alpha: AnyLinear
+    qkvz: Linear
+    beta_alpha: Linear
     conv_CW: torch.Tensor
     a_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
     norm: RmsNorm
-    output: AnyLinear
+    output: Linear
 
     @classmethod
     def empty(
         cls,
         spec: DeltaSpec,
         norm_eps: float,
-        linears: Mapping[str, AnyLinear],
+        linears: Mapping[str, Linear],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -67,7 +67,7 @@ class GatedDelta:
         spec = self.spec
         qkvz, beta_alpha = self.qkvz(x_TM), self.beta_alpha(x_TM)
         group = spec.num_value_heads // spec.num_key_heads
-        if spec.is_grouped and isinstance(self.qkvz, Linear):  # codes are kept ungrouped
+        if spec.is_grouped and isinstance(self.qkvz.weight_OI, torch.Tensor):  # codes are kept ungrouped
             sizes = [spec.key_size, spec.key_size, group * spec.value_size, group * spec.value_size]
             q, k, v, z = qkvz.unflatten(-1, (spec.num_key_heads, -1)).split(sizes, dim=-1)
             qkv_TC = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)

@@ -17,9 +17,9 @@ from penstock.kernels.calls import CKernels
 from penstock.models import cpu_experts, cpu_layers
 from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
 from penstock.models.layers import (
-    AnyLinear,
     GatedMlp,
     Linear,
+    Mlp,
     PlainMlp,
     RmsNorm,
     gated_activation,
@@ -44,7 +44,7 @@ class Experts:
     down: Weight
     gate_up_bias_EF: torch.Tensor | None
     down_bias_EM: torch.Tensor | None
-    shared: GatedMlp | PlainMlp | None  # an expert that every token has
+    shared: Mlp | None  # an expert that every token has
     shared_gate: Linear | None
     score_bias_E: torch.Tensor | None = None
     routed_norm: RmsNorm | None = None  # of what the router reads; None: it reads what the experts do
@@ -59,7 +59,7 @@ class Experts:
         hidden_size: int,
         activation: str,
         *,
-        shared: Sequence[AnyLinear] = (),
+        shared: Sequence[Linear] = (),
         codes: Sequence[QuantizedMatrix | None] = (None, None),
         norm_eps: float = 1e-6,
         dtype: torch.dtype,
@@ -167,7 +167,7 @@ class Experts:
 
     def reading(self, hidden_TM: torch.Tensor, num_real_1: torch.Tensor | None) -> Experts:
         """Prepares one step, whose hidden states the router may read with a norm of its own."""
-        routed_TM = None if self.routed_norm is None else self.routed_norm(hidden_TM, self.router.weight_OI.dtype)
+        routed_TM = None if self.routed_norm is None else self.routed_norm(hidden_TM, self.router.dense_OI.dtype)
         return replace(self, routed_TM=routed_TM, num_real_1=num_real_1)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
@@ -227,11 +227,9 @@ class Experts:
         return self.down
 
     @property
-    def shared_linears(self) -> list[AnyLinear]:
+    def shared_linears(self) -> list[Linear]:
         """Lists the matrices of the expert that every token has."""
-        if self.shared is None:
-            return []
-        return [self.shared.gate_up if isinstance(self.shared, GatedMlp) else self.shared.up, self.shared.down]
+        return [] if self.shared is None else [self.shared.first, self.shared.down]
 
     def settle(self, hidden_size: int) -> None:
         """Brings what was read to the form in which it is used."""
@@ -243,7 +241,7 @@ class Experts:
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name in the checkpoint, where it goes)."""
         names = self.spec.names
-        yield f"{prefix}.{names.router}.weight", self.router.weight_OI
+        yield f"{prefix}.{names.router}.weight", self.router.dense_OI
         if self.router.bias_O is not None:
             yield f"{prefix}.{names.router}.bias", self.router.bias_O
         if self.score_bias_E is not None:
@@ -266,7 +264,7 @@ class Experts:
             if bias is not None:
                 yield f"{experts}.{name}_bias", bias
         if self.shared_gate is not None:
-            yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.weight_OI
+            yield f"{prefix}.{names.shared_gate}.weight", self.shared_gate.dense_OI
 
     def _one_by_one(self, experts: str) -> Iterator[tuple[str, torch.Tensor]]:
         names, inner = self.spec.names, self.spec.intermediate_size
@@ -296,11 +294,11 @@ def _padded(x_RM: torch.Tensor) -> torch.Tensor:
     return F.pad(x_RM, (0, 0, 0, -num_rows % step))
 
 
-def _shared_mlp(linears: Sequence[AnyLinear], activation: str, *, is_gated: bool) -> GatedMlp | PlainMlp:
+def _shared_mlp(linears: Sequence[Linear], activation: str, *, is_gated: bool) -> Mlp:
     first, down = linears
     if is_gated:
-        return GatedMlp(gate_up=first, down=down, activation=activation)
-    return PlainMlp(up=first, down=down, activation=plain_activation(activation))
+        return GatedMlp(first=first, down=down, activation=activation)
+    return PlainMlp(first=first, down=down, activation=plain_activation(activation))
 
 
 def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float, *, alternates: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.models.layers import Linear, QuantizedLinear, RmsNorm
+from penstock.models.layers import Linear, RmsNorm
 from penstock.models.quantized import QuantizedMatrix, Weight
 
 
@@ -24,7 +24,7 @@ def rows_of(table_VM: Weight, ids_T: torch.Tensor, dtype: torch.dtype, scale: fl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     table_VX: Weight  # the parts of all layers side by side
-    context: Linear | QuantizedLinear
+    context: Linear
     norm: RmsNorm
     padding: int
 
@@ -42,8 +42,8 @@ class LayerInputs:
 class InputGate:
     """What a layer adds last: its input, gated by the hidden state."""
 
-    gate: Linear | QuantizedLinear
-    output: Linear | QuantizedLinear
+    gate: Linear
+    output: Linear
     activation: Callable[[torch.Tensor], torch.Tensor]
     norm: RmsNorm
 

@@ -58,84 +58,80 @@ def _by_tiles(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    weight_OI: torch.Tensor
+    weight_OI: Weight
     bias_O: torch.Tensor | None
+    order_I: torch.Tensor | None = None  # of the inputs, as codes are stored; None: their own
 
     @classmethod
     def empty(cls, num_out: int, num_in: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
         weight = torch.empty(num_out, num_in, dtype=dtype, device=device)
         return cls(weight_OI=weight, bias_O=torch.empty(num_out, dtype=dtype, device=device) if bias else None)
 
+    @property
+    def dense_OI(self) -> torch.Tensor:
+        """Gives the weight where it is never kept in few bits."""
+        assert isinstance(self.weight_OI, torch.Tensor), "this matrix stays in the model's dtype"
+        return self.weight_OI
+
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return product(x_TI, self.weight_OI, self.bias_O)
+        return product(self._ordered(x_TI), self.weight_OI, self.bias_O)
 
     def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
         """Adds the product in place, within the product itself where there is no bias."""
-        if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, self.weight_OI)):
-            cpu_layers.multiply(kernels, x_TI, self.weight_OI, self.bias_O, add_to=out_TO)
-        elif self.bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, self.weight_OI):
-            _gpu_products().add_product(out_TO, x_TI, self.weight_OI)
+        x_TI, weight_OI = self._ordered(x_TI), self.weight_OI
+        if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, weight_OI)):
+            cpu_layers.multiply(kernels, x_TI, weight_OI, self.bias_O, add_to=out_TO)
+        elif isinstance(weight_OI, QuantizedMatrix):
+            for outputs, tile_OI in weight_OI.tiles(x_TI.dtype):
+                bias = None if self.bias_O is None else self.bias_O[outputs]
+                Linear(weight_OI=tile_OI, bias_O=bias).add_to(out_TO[:, outputs], x_TI)
+        elif self.bias_O is None and x_TI.is_cuda and _gpu_products().is_skinny(x_TI, weight_OI):
+            _gpu_products().add_product(out_TO, x_TI, weight_OI)
         elif self.bias_O is None and out_TO.dtype == x_TI.dtype and (x_TI.is_cuda or cpu_layers.kernels_for(x_TI)):
-            out_TO.addmm_(x_TI, self.weight_OI.t())
+            out_TO.addmm_(x_TI, weight_OI.t())
         else:
-            out_TO += self(x_TI)
+            out_TO += product(x_TI, weight_OI, self.bias_O)
+
+    def _ordered(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return x_TI if self.order_I is None else x_TI[:, self.order_I]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedLinear:
-    matrix: QuantizedMatrix
-    bias_O: torch.Tensor | None
-    order_I: torch.Tensor | None = None  # of the inputs, as they are stored; None: their own
+class Mlp:
+    first: Linear  # gate and up, or up alone
+    down: Linear
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return product(x_TI if self.order_I is None else x_TI[:, self.order_I], self.matrix, self.bias_O)
+    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return self.down(self.inner(x_TM))
 
-    def add_to(self, out_TO: torch.Tensor, x_TI: torch.Tensor) -> None:
-        x_TI = x_TI if self.order_I is None else x_TI[:, self.order_I]
-        if out_TO.is_contiguous() and (kernels := cpu_layers.kernels_for_product(x_TI, self.matrix)):
-            cpu_layers.multiply(kernels, x_TI, self.matrix, self.bias_O, add_to=out_TO)
-            return
-        for outputs, tile_OI in self.matrix.tiles(x_TI.dtype):
-            bias = None if self.bias_O is None else self.bias_O[outputs]
-            Linear(weight_OI=tile_OI, bias_O=bias).add_to(out_TO[:, outputs], x_TI)
+    def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
+        self.down.add_to(out_TM, self.inner(x_TM))
 
-
-AnyLinear = Linear | QuantizedLinear
+    def inner(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """Computes what the second matrix is given."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedMlp:
-    gate_up: Linear | QuantizedLinear
-    down: Linear | QuantizedLinear
+class GatedMlp(Mlp):
     activation: str
     gate_scale: float = 1.0
 
-    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return self.down(self._inner(x_TM))
-
-    def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
-        self.down.add_to(out_TM, self._inner(x_TM))
-
-    def _inner(self, x_TM: torch.Tensor) -> torch.Tensor:
-        gate_up_TF = self.gate_up(x_TM)
+    def inner(self, x_TM: torch.Tensor) -> torch.Tensor:
+        gate_up_TF = self.first(x_TM)
         if self.gate_scale != 1.0:
             gate_up_TF.chunk(2, dim=-1)[0].mul_(self.gate_scale)
         return gated_activation(gate_up_TF, self.activation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainMlp:
+class PlainMlp(Mlp):
     """A feed-forward part without a gate."""
 
-    up: Linear | QuantizedLinear
-    down: Linear | QuantizedLinear
     activation: Callable[[torch.Tensor], torch.Tensor]
 
-    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.up(x_TM)))
-
-    def add_to(self, out_TM: torch.Tensor, x_TM: torch.Tensor) -> None:
-        self.down.add_to(out_TM, self.activation(self.up(x_TM)))
+    def inner(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.first(x_TM))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

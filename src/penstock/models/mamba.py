@@ -14,28 +14,28 @@ import torch.nn.functional as F
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import MambaSpec
-from penstock.models.layers import AnyLinear, RmsNorm
+from penstock.models.layers import Linear, RmsNorm
 from penstock.models.recurrence import RecurrentTokens, convolve, recur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
     spec: MambaSpec
-    input: AnyLinear  # gate, channels of the convolution, time steps
+    input: Linear  # gate, channels of the convolution, time steps
     conv_CW: torch.Tensor
     conv_bias_C: torch.Tensor | None
     a_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
     skip_H: torch.Tensor
     norm: RmsNorm | None
-    output: AnyLinear
+    output: Linear
 
     @classmethod
     def empty(
         cls,
         spec: MambaSpec,
         norm_eps: float,
-        linears: Mapping[str, AnyLinear],
+        linears: Mapping[str, Linear],
         *,
         dtype: torch.dtype,
         device: torch.device,

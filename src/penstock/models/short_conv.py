@@ -12,21 +12,21 @@ import torch
 from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import ConvSpec
-from penstock.models.layers import AnyLinear
+from penstock.models.layers import Linear
 from penstock.models.recurrence import convolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv:
     spec: ConvSpec
-    input: AnyLinear  # gate before, gate after, channels
+    input: Linear  # gate before, gate after, channels
     conv_CW: torch.Tensor
     conv_bias_C: torch.Tensor | None
-    output: AnyLinear
+    output: Linear
 
     @classmethod
     def empty(
-        cls, spec: ConvSpec, linears: Mapping[str, AnyLinear], *, dtype: torch.dtype, device: torch.device
+        cls, spec: ConvSpec, linears: Mapping[str, Linear], *, dtype: torch.dtype, device: torch.device
     ) -> ShortConv:
         return cls(
             spec=spec,
