@@ -160,7 +160,7 @@ def gguf_architectures() -> str:
     """Says which matrices of an architecture stay in their types: all of them, so that types need no column each."""
     rows = []
     for name, family in ARCHITECTURES.items():
-        stems = set(family.block_names)
+        stems = set(family.names)
         has = {
             "attention and MLPs": True,
             "experts": "expert_count" in {*family.integers.values(), *family.reads} or name == "llama",

@@ -61,7 +61,7 @@ def mixture(name: str) -> Experts:
     if made.router.bias_O is not None:
         made.router.bias_O.zero_()
     if made.shared is not None:
-        made.shared.gate_up.weight_OI.normal_(0, 0.02)
+        made.shared.first.weight_OI.normal_(0, 0.02)
         made.shared.down.weight_OI.normal_(0, 0.02)
     return made
 

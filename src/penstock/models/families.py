@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -537,3 +537,10 @@ FAMILIES: Mapping[str, Family] = {
         is_doubled=True,
     ),
 }
+
+
+def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """Gives the name in a checkpoint of what our decoder calls so."""
+    for ours, theirs in renames:
+        name = name.replace(ours, theirs)
+    return name

@@ -2,63 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-# Names of a layer's parts: the file's, then Hugging Face's. A stem keeps its `.weight` or `.bias`; a name that is given
-# with one, or without any, stands for that tensor alone. `{}`: a tensor for each expert. Two names: it is cut in two.
-_QKVO = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-_ATTENTION = {"attn_norm": "input_layernorm", **_QKVO}
-_MLP = {
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_PLAIN = _ATTENTION | _MLP
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_NORMS_AFTER = {ours: theirs for ours, theirs in _PLAIN.items() if not ours.endswith("norm")} | _QK_NORMS | _POST_NORMS
-_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+from penstock.models.families import EXPERT_NAMES, FAMILIES, Family
+
+# What converters call the parts of a layer, and what our decoder does: families say what their checkpoints call those.
+# A stem keeps its `.weight` or `.bias`; a name that is given with one, or without any, stands for that tensor alone.
+# `{}`: a tensor for each expert. Two names: it is cut in two.
+_ATTENTION = {part: f"self_attn.{part[-1]}_proj" for part in ("attn_q", "attn_k", "attn_v")}
+_GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def _experts(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, str]:
-    return {
-        "ffn_gate_inp": router,
-        "ffn_gate_exps": f"{experts}.{{}}.{gate}",
-        "ffn_up_exps": f"{experts}.{{}}.{up}",
-        "ffn_gate_up_exps": f"{experts}.{{}}.{gate} {experts}.{{}}.{up}",
-        "ffn_down_exps": f"{experts}.{{}}.{down}",
-    }
+def _state_names(place: str) -> dict[str, str]:
+    parts = {"ssm_conv1d": "conv1d", "ssm_dt.bias": "dt_bias", "ssm_a": "A_log", "ssm_norm": "norm"}
+    return {stem: f"{place}.{part}" for stem, part in {**parts, "ssm_out": "out_proj"}.items()}
 
 
-_QWEN_EXPERTS = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-_QWEN_SHARED = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_MIXTRAL = _ATTENTION | _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-_DELTA = {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
+_RECURRENT: Mapping[str, Mapping[str, str]] = {
+    "delta": {
+        **_state_names("linear_attn"),
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+    },
+    "mamba": {**_state_names("mamba"), "ssm_in": "mamba.in_proj", "ssm_d": "mamba.D"},
+    "conv": {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
 _NEXT_DELTA = {
     "attn_qkv": "linear_attn.in_proj_qkvz",
@@ -66,112 +38,29 @@ _NEXT_DELTA = {
     "ssm_in": "linear_attn.in_proj_qkvz",  # of older converters: as Hugging Face has it
     "ssm_ba": "linear_attn.in_proj_ba",
 }
-_QWEN_HYBRID = _ATTENTION | _QK_NORMS | _DELTA | {"post_attention_norm": "post_attention_layernorm"}
-
-
-def _mamba(prefix: str) -> dict[str, str]:
-    return {
-        "ssm_in": f"{prefix}.in_proj",
-        "ssm_conv1d": f"{prefix}.conv1d",
-        "ssm_dt.bias": f"{prefix}.dt_bias",
-        "ssm_a": f"{prefix}.A_log",
-        "ssm_d": f"{prefix}.D",
-        "ssm_norm": f"{prefix}.norm",
-        "ssm_out": f"{prefix}.out_proj",
-    }
-
-
-_GRANITE_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_exps": "block_sparse_moe.input_linear",
-    "ffn_up_exps": "block_sparse_moe.input_linear",
-    "ffn_down_exps": "block_sparse_moe.output_linear",
-}
-_GRANITE_HYBRID = {
-    **_ATTENTION,
-    **_mamba("mamba"),
-    **_GRANITE_EXPERTS,
-    "ffn_norm": "post_attention_layernorm",
-    **{f"ffn_{part}{end}": "shared_mlp.input_linear" for part in ("gate", "up") for end in ("", "_shexp")},
-    **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
-}
-_LFM2 = {
-    "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm",
-    **_QKVO,
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-}
-_NEMOTRON_H = {
-    "attn_norm": "norm",
-    **{ours: theirs.replace("self_attn", "mixer") for ours, theirs in _QKVO.items()},
-    **_mamba("mixer"),
-    "ffn_up": "mixer.up_proj",
-    "ffn_down": "mixer.down_proj",
-    "ffn_gate_inp": "mixer.gate",
-    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-    "ffn_up_exps": "mixer.experts.{}.up_proj",
-    "ffn_down_exps": "mixer.experts.{}.down_proj",
-    "ffn_up_shexp": "mixer.shared_experts.up_proj",
-    "ffn_down_shexp": "mixer.shared_experts.down_proj",
-}
-_GPT_OSS = {
-    **_ATTENTION,
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
-    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-}
 _GEMMA4 = {
-    **_PLAIN,
-    **_QK_NORMS,
-    **_POST_NORMS,
-    "ffn_norm": "pre_feedforward_layernorm",
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale.weight": "layer_scalar",
-    "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_gate_up_exps.weight": "experts.gate_up_proj",
-    "ffn_down_exps.weight": "experts.down_proj",
     "ffn_down_exps.scale": "router.per_expert_scale",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
-_GLM4 = {
-    **_ATTENTION,
-    **_FUSED_MLP,
-    "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
-_HUNYUAN = {**_PLAIN, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-_STARCODER = {**_ATTENTION, "ffn_norm": _MLP["ffn_norm"], "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NORM_OUTSIDE = {**_OUTSIDE, "output_norm.bias": "model.norm.bias"}
-_LFM2_OUTSIDE = {**_OUTSIDE, "token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
-_GEMMA4_OUTSIDE = {
-    **_OUTSIDE,
+_MLP_NORM_AFTER_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
+OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output_norm.bias": "model.norm.bias",
+    "token_embd_norm": "model.norm",  # LFM2's converter calls it so
+    "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_NEMOTRON_OUTSIDE = {**_OUTSIDE, "token_embd": "model.embeddings", "output_norm": "model.norm_f"}
 
 QKV_STEMS = frozenset({"attn_q", "attn_k", "attn_v"})
 _OUTPUT_STEMS = frozenset({"attn_output"})
@@ -216,14 +105,13 @@ _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _SOFTCAPS = {"final_logit_softcapping": "final_logit_softcapping"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """What llama.cpp's converter did to a family's tensors, and so what has to be undone."""
 
     model_type: str
     class_name: str
-    block_names: Mapping[str, str] = field(default_factory=lambda: _PLAIN)
-    outside_names: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
+    own_names: Mapping[str, str] = field(default_factory=dict)  # of parts of layers, beside those of its family
     interleaves_rotary_rows: bool = False  # q and k rows hold rotary pairs side by side
     rotates: bool = True  # queries and keys as metadata of all families say it
     has_unlike_layers: bool = False  # whose heads and widths differ: the config says those of the first, and then more
@@ -243,13 +131,70 @@ class Architecture:
     needs: Mapping[str, Any] = field(default_factory=dict)  # metadata that has to be so, and is read no further
     kinds: Mapping[str, str] = field(default_factory=dict)  # a tensor that only one kind of layer has, and layer_types'
     other_kind: str = ""  # of layers, where `kinds` finds none
+    is_sparse: bool = False  # all layers have experts, and none has an MLP
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """Finds the names of a layer's parts in our decoder."""
+        traits = self.family.traits
+        found = {"attn_output": "self_attn.o_proj"}
+        found |= {"attn_qkv": "self_attn.qkv_proj"} if traits.get("has_fused_qkv") else _ATTENTION
+        if traits.get("norms_inputs", True):
+            inside = "pre_feedforward_layernorm" if traits.get("norms_outputs") else "post_attention_layernorm"
+            found |= {"attn_norm": "input_layernorm", "ffn_norm": inside}
+        if traits.get("norms_outputs"):
+            found |= _MLP_NORM_AFTER_ATTENTION | {"post_ffw_norm": "post_feedforward_layernorm"}
+        if "qk_norm" in traits:
+            found |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+        if traits.get("has_sinks"):
+            found["attn_sinks.weight"] = "self_attn.sinks"
+        if self.family.recurrent is not None:
+            found |= _RECURRENT[self.family.recurrent]
+        if not self.is_sparse:
+            fused = ("gate_up_proj", "down_proj")
+            found |= self._mlp_names("", "mlp", fused if traits.get("has_fused_mlp") else _GATED_MLP)
+        return {**found, **self._expert_names(), **self.own_names}
+
+    def _mlp_names(self, end: str, place: str, parts: Sequence[str]) -> dict[str, str]:
+        """`parts`: down last; where there are two, the first is up, with the gate where there is one."""
+        stems = (f"ffn_gate{end}", f"ffn_up{end}")[not self.family.traits.get("is_gated", True) :]
+        first = parts[-1 - len(stems) : -1] if len(parts) > 2 else [parts[0]] * len(stems)
+        pairs = zip((*stems, f"ffn_down{end}"), (*first, parts[-1]), strict=True)
+        return {stem: f"{place}.{part}" for stem, part in pairs}
+
+    def _expert_names(self) -> dict[str, str]:
+        if self.family.experts is None:
+            return {}
+        names = EXPERT_NAMES[self.family.experts]
+        found = {"ffn_gate_inp": names.router}
+        if "exp_probs_b" in self.biased:
+            found["exp_probs_b.bias"] = names.score_bias
+        if "shared_expert_intermediate_size" in self.integers or self.family.experts == "granite":
+            found |= self._mlp_names("_shexp", names.shared, names.shared_parts)
+        if self.family.experts == "qwen":
+            found["ffn_gate_inp_shexp"] = names.shared_gate
+        if names.layout != "one by one":
+            for stem in ("gate", "up", "down"):
+                stored = f"{names.experts}.{names.down if stem == 'down' else names.gate}"
+                found[f"ffn_{stem}_exps.weight"] = stored
+                if f"ffn_{stem}_exps" in self.biased:
+                    found[f"ffn_{stem}_exps.bias"] = f"{stored}_bias"
+            return found
+        of_each = self._mlp_names("_exps", f"{names.experts}.{{}}", (names.gate, names.up, names.down))
+        if "ffn_gate_exps" in of_each:
+            of_each["ffn_gate_up_exps"] = f"{of_each['ffn_gate_exps']} {of_each['ffn_up_exps']}"
+        return found | of_each
 
 
-def _qwen_hybrid(model_type: str, class_name: str, names: Mapping[str, str], **values: Any) -> Architecture:
+def _qwen_hybrid(model_type: str, class_name: str, **values: Any) -> Architecture:
     return Architecture(
         model_type=model_type,
         class_name=class_name,
-        block_names=_QWEN_HYBRID | dict(names),
+        own_names=_MLP_NORM_AFTER_ATTENTION | values.pop("own_names", {}),
         norm_offset=1.0,
         kinds={"ssm_a": "linear_attention"},
         other_kind="full_attention",
@@ -262,8 +207,6 @@ def _nemotron_h(**values: Any) -> Architecture:
     return Architecture(
         model_type="nemotron_h",
         class_name="NemotronHForCausalLM",
-        block_names=_NEMOTRON_H,
-        outside_names=_NEMOTRON_OUTSIDE,
         interleaves_rotary_rows=True,
         rotates=False,
         fixed={"hidden_act": "relu2"},
@@ -304,22 +247,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vl": Architecture(
         model_type="qwen3_vl_text",
         class_name="Qwen3VLTextModel",
-        block_names=_PLAIN | _QK_NORMS,
         reads=_SECTIONS,
     ),
-    "qwen3": Architecture(
-        model_type="qwen3", class_name="Qwen3ForCausalLM", block_names=_PLAIN | _QK_NORMS, fixed=_NO_WINDOW
-    ),
+    "qwen3": Architecture(model_type="qwen3", class_name="Qwen3ForCausalLM", fixed=_NO_WINDOW),
     "phi3": Architecture(
         model_type="phi3",
         class_name="Phi3ForCausalLM",
-        block_names={
-            "attn_norm": "input_layernorm",
-            "attn_qkv": "self_attn.qkv_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            **_FUSED_MLP,
-        },
         fixed={**_SILU, "attention_bias": False},
         biases={},
         names_window=True,
@@ -327,14 +260,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture(
         model_type="olmo2",
         class_name="Olmo2ForCausalLM",
-        block_names=_NORMS_AFTER,
         full_every=4,
         with_window={"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]},
     ),
     "gemma3": Architecture(
         model_type="gemma3_text",
         class_name="Gemma3ForCausalLM",
-        block_names=_PLAIN | _QK_NORMS | _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
         norm_offset=1.0,
         fixed={**_GEMMA, "attn_logit_softcapping": None},
         full_every=6,
@@ -344,7 +275,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(
         model_type="gemma2",
         class_name="Gemma2ForCausalLM",
-        block_names=_PLAIN | _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
         norm_offset=1.0,
         fixed=_GEMMA,
         full_every=2,
@@ -354,8 +284,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma4": Architecture(
         model_type="gemma4_text",
         class_name="Gemma4ForCausalLM",
-        block_names=_GEMMA4,
-        outside_names=_GEMMA4_OUTSIDE,
+        own_names=_GEMMA4,
         rotates=False,
         has_unlike_layers=True,
         fixed=_GEMMA,
@@ -380,7 +309,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "seed_oss": Architecture(
         model_type="seed_oss",
         class_name="SeedOssForCausalLM",
-        block_names={**_PLAIN, "post_attention_norm": "post_attention_layernorm"},
+        own_names=_MLP_NORM_AFTER_ATTENTION,
         biases={"attention_bias": QKV_STEMS, "attention_out_bias": _OUTPUT_STEMS, "mlp_bias": _MLP_STEMS},
     ),
     "ernie4_5": Architecture(
@@ -391,7 +320,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "exaone4": Architecture(
         model_type="exaone4",
         class_name="Exaone4ForCausalLM",
-        block_names=_NORMS_AFTER,
         biases={},
         full_every=4,
         names_window=True,
@@ -408,13 +336,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture(
         model_type="glm4",
         class_name="Glm4ForCausalLM",
-        block_names=_GLM4,
         biases={"attention_bias": QKV_STEMS},
         reads=frozenset({"nextn_predict_layers"}),
     ),
-    "hunyuan-dense": Architecture(
-        model_type="hunyuan_v1_dense", class_name="HunYuanDenseV1ForCausalLM", block_names=_HUNYUAN
-    ),
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", class_name="HunYuanDenseV1ForCausalLM"),
     "arcee": Architecture(
         model_type="arcee",
         class_name="ArceeForCausalLM",
@@ -425,7 +350,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "stablelm": Architecture(
         model_type="stablelm",
         class_name="StableLmForCausalLM",
-        outside_names=_LAYER_NORM_OUTSIDE,
         biases={"use_qkv_bias": QKV_STEMS},
         biased=_NORM_STEMS,
         needs={"use_parallel_residual": False},
@@ -433,8 +357,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "starcoder2": Architecture(
         model_type="starcoder2",
         class_name="Starcoder2ForCausalLM",
-        outside_names=_LAYER_NORM_OUTSIDE,
-        block_names=_STARCODER,
         fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
         biases={"use_bias": QKV_STEMS | _OUTPUT_STEMS | {"ffn_up", "ffn_down"}},
         biased=_NORM_STEMS,
@@ -442,7 +364,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "nemotron": Architecture(
         model_type="nemotron",
         class_name="NemotronForCausalLM",
-        outside_names=_LAYER_NORM_OUTSIDE,
         norm_offset=1.0,
         fixed={"hidden_act": "relu2"},
         biases={**_ATTENTION_BIAS, "mlp_bias": frozenset({"ffn_up", "ffn_down"})},
@@ -451,7 +372,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
-        block_names=_PLAIN | _QWEN_EXPERTS | _QWEN_SHARED,
         fixed={**_NO_WINDOW, "norm_topk_prob": False},
         biases={},
         biased=QKV_STEMS,
@@ -461,7 +381,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
-        block_names=_PLAIN | _QK_NORMS | _QWEN_EXPERTS,
         fixed={**_NO_WINDOW, "norm_topk_prob": True},
         integers=_MIXTURE,
         gating=1,
@@ -469,7 +388,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vlmoe": Architecture(
         model_type="qwen3_vl_moe_text",
         class_name="Qwen3VLMoeTextModel",
-        block_names=_PLAIN | _QK_NORMS | _QWEN_EXPERTS,
         fixed={**_SILU, "norm_topk_prob": True},
         integers=_MIXTURE,
         gating=1,
@@ -478,8 +396,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
-        block_names=_GPT_OSS,
+        own_names=_MLP_NORM_AFTER_ATTENTION,
         alternates_experts=True,
+        is_sparse=True,
         biases={},
         biased=QKV_STEMS | _OUTPUT_STEMS | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"},
         full_every=2,
@@ -490,7 +409,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3next": _qwen_hybrid(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        _QWEN_EXPERTS | _QWEN_SHARED | _NEXT_DELTA,
+        own_names=_NEXT_DELTA,
+        is_sparse=True,
         biases={},
         biased=frozenset({"ssm_dt"}),
         fixed={**_SILU, "norm_topk_prob": True},
@@ -500,7 +420,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35": _qwen_hybrid(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {ours: theirs for ours, theirs in _MLP.items() if ours != "ffn_norm"},
         tiles_value_heads=True,
         biases={},
         biased=frozenset({"ssm_dt"}),
@@ -509,7 +428,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35moe": _qwen_hybrid(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
-        _QWEN_EXPERTS | _QWEN_SHARED,
+        is_sparse=True,
         tiles_value_heads=True,
         biases={},
         biased=frozenset({"ssm_dt"}),
@@ -519,7 +438,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoe": Architecture(
         model_type="granitemoehybrid",
         class_name="GraniteMoeHybridForCausalLM",
-        block_names=_GRANITE_HYBRID,
         interleaves_rotary_rows=True,
         fixed={**_SILU, "position_embedding_type": "rope"},
         integers=_LOCAL_MIXTURE,
@@ -530,7 +448,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",
         class_name="GraniteMoeHybridForCausalLM",
-        block_names=_GRANITE_HYBRID,
         interleaves_rotary_rows=True,
         biases={**_ATTENTION_BIAS, **_MAMBA_BIASES},
         biased=frozenset({"ssm_dt"}),
@@ -544,8 +461,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2": Architecture(
         model_type="lfm2",
         class_name="Lfm2ForCausalLM",
-        block_names=_LFM2,
-        outside_names=_LFM2_OUTSIDE,
         biases={},
         fixed={"block_auto_adjust_ff_dim": False},
         integers=_CONV_SIZE,
@@ -556,12 +471,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2moe": Architecture(
         model_type="lfm2_moe",
         class_name="Lfm2MoeForCausalLM",
-        block_names={
-            **_LFM2,
-            **_experts("feed_forward.gate", "feed_forward.experts", "w1", "w3", "w2"),
-            "exp_probs_b.bias": "feed_forward.expert_bias",
-        },
-        outside_names=_LFM2_OUTSIDE,
         biases={},
         biased=frozenset({"exp_probs_b"}),
         fixed={"norm_topk_prob": True, "use_expert_bias": True},
@@ -583,7 +492,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 MIXTRAL = Architecture(
     model_type="mixtral",
     class_name="MixtralForCausalLM",
-    block_names={**_MIXTRAL, "ffn_norm": "post_attention_layernorm"},
+    is_sparse=True,
     interleaves_rotary_rows=True,
     biases={},
     names_window=True,

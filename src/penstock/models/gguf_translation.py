@@ -12,8 +12,9 @@ from math import prod
 import numpy as np
 
 from penstock.errors import InvalidModelFile, UnsupportedModel, brief
+from penstock.models.families import renamed
 from penstock.models.gguf import GgufFile, GgufTensor
-from penstock.models.gguf_architectures import ARCHITECTURES, MIXTRAL, Architecture
+from penstock.models.gguf_architectures import ARCHITECTURES, MIXTRAL, OUTSIDE, Architecture
 from penstock.models.gguf_keys import Keys
 
 _ROTARY_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -81,7 +82,7 @@ def architecture(gguf: GgufFile) -> tuple[str, Architecture]:
 def hf_tensor_name(gguf_name: str, family: Architecture) -> str | None:
     """The Hugging Face name of a stored tensor, or two with a blank; None for one that its models do not have."""
     match = re.fullmatch(r"blk\.(\d{1,9})\.(.+)", gguf_name)
-    names, rest = (family.block_names, match[2]) if match else (family.outside_names, gguf_name)
+    names, rest = (family.names, match[2]) if match else (OUTSIDE, gguf_name)
     stem, _, suffix = rest.rpartition(".")
     if rest in names:
         theirs = names[rest]
@@ -89,7 +90,8 @@ def hf_tensor_name(gguf_name: str, family: Architecture) -> str | None:
         theirs = " ".join(f"{name}.{suffix}" for name in names[stem].split())
     else:
         return None
-    return " ".join(f"model.layers.{int(match[1])}.{name}" for name in theirs.split()) if match else theirs
+    ours = " ".join(f"model.layers.{int(match[1])}.{name}" for name in theirs.split()) if match else theirs
+    return renamed(ours, family.family.traits.get("renames", ()))
 
 
 def hf_tensors(gguf: GgufFile) -> dict[str, HfTensor]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from penstock.models.families import renamed
 from penstock.models.layer_specs import ConvSpec, DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec
 from penstock.models.spec import DecoderSpec
 
@@ -207,6 +208,4 @@ def _projection(spec: DecoderSpec, role: Role, parts: list[tuple[str, int]], num
 
 
 def stored_name(spec: DecoderSpec, name: str) -> str:
-    for ours, theirs in spec.renames:
-        name = name.replace(ours, theirs)
-    return name
+    return renamed(name, spec.renames)
