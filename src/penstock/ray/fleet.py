@@ -146,8 +146,7 @@ def _started(name: str, bound: Any) -> DeploymentHandle:
 
 
 def _front(models: Sequence[ServerSettings], config: EngineConfig, handles: Mapping[str, DeploymentHandle]) -> FastAPI:
-    fronts = {one.served_name: Front(one, config, handles[one.served_name]) for one in models}
-    return make_front(fronts, models[0])
+    return make_front({one.served_name: Front(one, config, handles[one.served_name]) for one in models})
 
 
 def app(arguments: Mapping[str, Any] | None = None) -> Any:

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -19,7 +19,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from penstock import __version__
 from penstock.cache.prefix import root_hash
 from penstock.config import EngineConfig
 from penstock.engine.prompts import PromptReader, prompt_reader
@@ -32,15 +31,13 @@ from penstock.ray.routing import FirstTokenRouter
 from penstock.route.news import Load, Wanted
 from penstock.server import info
 from penstock.server.anthropic.asks import MessagesAsk
-from penstock.server.app import allow_origins
-from penstock.server.batch_jobs import BatchJobs
-from penstock.server.gate import Gate
+from penstock.server.app import behind_gate
 from penstock.server.openai import batches, files
 from penstock.server.openai.asks import CompletionAsk, listed
 from penstock.server.openai.chat_asks import ChatAsk
 from penstock.server.openai.conversation import prompt_of
 from penstock.server.openai.response_asks import ResponseAsk
-from penstock.server.problems import ANTHROPIC_PATHS, Refused, add_handlers, anthropic_problem, problem_of
+from penstock.server.problems import ANTHROPIC_PATHS, Refused, anthropic_problem, problem_of
 from penstock.server.run import CLIENT_CLOSED_REQUEST, unless_disconnected
 from penstock.server.service import Service, forms_of
 from penstock.server.settings import ServerSettings
@@ -216,27 +213,11 @@ def _failed(error: PenstockError, call: Call) -> bytes:
     return event(told, "error")
 
 
-def make_front(fronts: Mapping[str, Front], settings: ServerSettings) -> FastAPI:
+def make_front(fronts: Mapping[str, Front]) -> FastAPI:
     """The app of the ingress. The first model is the one of requests that name none."""
     first = next(iter(fronts.values()))
     first.beside = [*fronts.values()]
-
-    async def load() -> None:
-        await asyncio.gather(*(front.load() for front in fronts.values()))
-        jobs.start()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        app.state.loading = asyncio.create_task(load())
-        yield
-        await jobs.close()
-        await first.drain()
-
-    app = FastAPI(
-        title="Penstock", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
-    )
-    app.state.service = first
-    jobs = app.state.batches = BatchJobs(app, first, first.folder / "batches", first.files)
+    app = behind_gate(first, lambda: asyncio.gather(*(front.load() for front in first.beside)), openapi_url=None)
 
     @app.get("/load")
     async def loads() -> dict[str, Any]:
@@ -294,9 +275,6 @@ def make_front(fronts: Mapping[str, Front], settings: ServerSettings) -> FastAPI
         wanted = await asyncio.to_thread(front.wanted, call.path, given, call.sharing_scope)
         return await front.answer(request, call, wanted, replica)
 
-    add_handlers(app)
-    allow_origins(app, settings)
-    app.add_middleware(Gate, settings=settings)
     return app
 
 

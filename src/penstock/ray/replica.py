@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import serve
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from penstock.config import EngineConfig
 from penstock.errors import PenstockError
 from penstock.ray.scaling import BACKLOG
 from penstock.route.news import Wanted
 from penstock.server.app import make_app
-from penstock.server.inside import SCOPE
+from penstock.server.inside import scope_of
 from penstock.server.process import SWITCH_INTERVAL_S
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
@@ -39,23 +39,10 @@ class Call:
     sharing_scope: str
 
     @property
-    def scope(self) -> dict[str, Any]:
-        named = [(b"x-request-id", self.id.encode())]
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": self.method,
-            "scheme": "http",
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "query_string": self.query,
-            "root_path": "",
-            "headers": [header for header in self.headers if header[0] != b"x-request-id"] + named,
-            "client": None,
-            "server": ("localhost", 0),
-            SCOPE: self.sharing_scope,
-        }
+    def scope(self) -> Scope:
+        headers = [header for header in self.headers if header[0] != b"x-request-id"]
+        headers.append((b"x-request-id", self.id.encode()))
+        return scope_of(self.method, self.path, headers, self.query, sharing_scope=self.sharing_scope)
 
 
 class EngineReplica:

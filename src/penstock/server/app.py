@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -26,32 +27,32 @@ ROUTERS = [part.router for part in (info, *OPENAI, messages, tokens, timeline)]
 
 def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:
     service = Service(settings, config)
+    app = behind_gate(service, service.load)
+    for router in ROUTERS:
+        app.include_router(router)
+    return app
 
-    async def load() -> None:
-        await service.load()
+
+def behind_gate(service: Service, load: Callable[[], Awaitable[Any]], **options: Any) -> FastAPI:
+    """Makes an app without routes: it loads and drains with its lifespan, and answers batches beside its requests."""
+
+    async def loading() -> None:
+        await load()
         jobs.start()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        app.state.loading = asyncio.create_task(load())
+        app.state.loading = asyncio.create_task(loading())
         yield
         await jobs.close()
         await service.drain()
 
-    app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    options = {"lifespan": lifespan, "docs_url": None, "redoc_url": None} | options
+    app = FastAPI(title="Penstock", version=__version__, **options)
     app.state.service = service
     jobs = app.state.batches = BatchJobs(app, service, service.folder / "batches", service.files)
-    for router in ROUTERS:
-        app.include_router(router)
     add_handlers(app)
-    allow_origins(app, settings)
-    app.add_middleware(Gate, settings=settings)
+    if origins := service.settings.cors_origins:  # whose pages may ask
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Gate, settings=service.settings)
     return app
-
-
-def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Lets pages of the origins that the settings name ask."""
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -18,21 +19,8 @@ async def post_inside(
     `sharing_scope`: whose prefixes it may find.
     """
     headers = {"host": HOST, "content-type": "application/json", "x-request-id": request_id}
-    scope: Scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": None,
-        "server": (HOST, 0),
-        SCOPE: sharing_scope,
-    }
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = scope_of("POST", path, encoded, sharing_scope=sharing_scope)
     sent = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 0, []
 
@@ -46,3 +34,24 @@ async def post_inside(
 
     await app(scope, receive, send)
     return status, b"".join(parts)
+
+
+def scope_of(
+    method: str, path: str, headers: Sequence[tuple[bytes, bytes]], query: bytes = b"", *, sharing_scope: str
+) -> Scope:
+    """Makes what an app is told of a request that comes by no connection."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query,
+        "root_path": "",
+        "headers": [*headers],
+        "client": None,
+        "server": (HOST, 0),
+        SCOPE: sharing_scope,
+    }
