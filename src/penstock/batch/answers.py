@@ -33,7 +33,7 @@ class AnswerFile:
         try:
             self._lock()
             self._digests = array("Q")  # by the number of the line; 0: not answered
-            self.num_found = self.num_failed = self.num_bytes = 0
+            self.num_failed = self.num_bytes = 0
             self._read()
         except BaseException:
             self.close()
@@ -59,7 +59,6 @@ class AnswerFile:
         if head is None or not 0 < (number := int(head[1])) < MAX_LINES:
             raise InvalidSetting(f"{self.path} holds something that is no answer of a batch. Name another file.")
         self._note(number, int(head[2], 16))
-        self.num_found += 1
         self.num_failed += _has_failed(head)
 
     def _note(self, number: int, digest: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -55,7 +54,6 @@ class LayerStream:
         self._reads: dict[int, list[Future[None]]] = {}  # of layers that are being read, or were and are not used yet
         self._next = 0  # of the order
         self.num_read = 0  # bytes, of all passes
-        self.waited_s = 0.0
 
     def __contains__(self, index: int) -> bool:
         return index in self._order
@@ -133,10 +131,8 @@ class LayerStream:
         if index not in self._order:
             yield
             return
-        began = time.perf_counter()
         for read in self._reads[index]:
             read.result()
-        self.waited_s += time.perf_counter() - began
         yield
         del self._reads[index]
         self._read_next()

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import IQ4_NL, MXFP4
 
@@ -245,12 +244,6 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
 
 def matrix_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
     return -(-num_outputs // LANES) * LAYOUTS[kind].block_dtype(num_inputs).itemsize
-
-
-def stored_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
-    """Counts the bytes of a matrix in a GGUF file."""
-    block_items, block_bytes = GGML_QUANT_SIZES[kind]
-    return num_outputs * num_inputs // block_items * block_bytes
 
 
 def tile_outputs(num_outputs: int, num_inputs: int) -> int:

@@ -132,11 +132,6 @@ class Scheduler:
         return self.holdings.moves
 
     @property
-    def is_awaiting(self) -> bool:
-        """Whether a request goes on only when something has come from the disk."""
-        return any(self.holdings.awaits(sequence) for sequence in self.running.values())
-
-    @property
     def _boundary(self) -> int:
         """Chunks of models with recurrent state prefer to end with a block, where the state can be saved."""
         states = self.holdings.states
