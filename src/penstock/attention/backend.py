@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,30 @@ class ForwardInputs:
     @property
     def num_chunks(self) -> int:
         return len(self.context_lens)
+
+    def cut(self, parts: Sequence[tuple[int, int, int]]) -> ForwardInputs:
+        """Makes a step of parts alone, (chunk, first row, end row) in order: each chunk ends where its part does."""
+        chunks, firsts, ends = zip(*parts, strict=True)
+        rows = slice(firsts[0], ends[-1])
+
+        def of_chunks(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[chunk] for chunk in chunks) if values else ()
+
+        lacking = (self.query_starts[chunk + 1] - end for chunk, end in zip(chunks, ends, strict=True))
+        is_own = (self.logit_rows >= rows.start) & (self.logit_rows < rows.stop)
+        return replace(
+            self,
+            ids_T=self.ids_T[rows],
+            positions_T=self.positions_T[rows],
+            query_starts=tuple(row - rows.start for row in (*firsts, rows.stop)),
+            context_lens=tuple(self.context_lens[chunk] - num for chunk, num in zip(chunks, lacking, strict=True)),
+            block_table=of_chunks(self.block_table),
+            rotary_variants=of_chunks(self.rotary_variants),
+            sequence_ids=of_chunks(self.sequence_ids),
+            logit_rows=self.logit_rows[is_own] - rows.start,
+            state_slots=of_chunks(self.state_slots),
+            source_lens=of_chunks(self.source_lens),
+        )
 
     def longer_chunks(self) -> Iterator[tuple[slice, int]]:
         """Yields (rows, state slot) of each chunk of more than one token."""

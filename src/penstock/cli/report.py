@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.document import Document
 from penstock.plan.memory import over_budget
+from penstock.plan.placement import StreamingPlan
 from penstock.trace.document import TraceLane
 
 if TYPE_CHECKING:
@@ -101,16 +102,6 @@ class RunReport(Document):
         return self.model_dump_json(indent=2, exclude=unasked)
 
 
-class StreamingReport(Document):
-    num_streamed: int  # layers that are read again for each step
-    num_layers: int  # of the model
-    pass_bytes: int  # that each step reads
-    pass_s: float  # that reading them takes
-    bytes_per_s: float  # of the disk
-    is_measured: bool  # whether the disk was measured for this plan; else it was assumed
-    compute_bound_tokens: int  # of a step, from which on computing takes longer than reading
-
-
 class PlanReport(Document):
     model: str  # as it was named
     lane: TraceLane  # the facts of the lane
@@ -127,7 +118,7 @@ class PlanReport(Document):
     fits: bool  # both the budget and the context
     adjustments: list[str]  # every value that had to be changed
     adapter: str | None = None  # its name; only where --adapter was given
-    streaming: StreamingReport | None = None  # what layers on disk cost; only where some do not stay in memory
+    streaming: StreamingPlan | None = None  # what layers on disk cost; only where some do not stay in memory
     disk_bytes: int | None = None  # of the prompt in the cache folder; only with --cache-dir
 
     @classmethod
@@ -140,7 +131,7 @@ class PlanReport(Document):
             disk_bytes=plan.disk_bytes,
             lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
-            streaming=None if plan.streaming is None else StreamingReport.from_fields_of(plan.streaming),
+            streaming=plan.streaming,
         )
 
     def to_json(self) -> str:

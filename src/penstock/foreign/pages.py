@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -246,20 +247,4 @@ class JoinedModel:
 
 def one_by_one(inputs: ForwardInputs) -> list[ForwardInputs]:
     """The step as steps of one chunk each, in its order."""
-    alone = []
-    for index in range(inputs.num_chunks):
-        first, end = inputs.query_starts[index], inputs.query_starts[index + 1]
-        is_own = (inputs.logit_rows >= first) & (inputs.logit_rows < end)
-        alone.append(
-            ForwardInputs(
-                ids_T=inputs.ids_T[first:end],
-                positions_T=inputs.positions_T[first:end],
-                query_starts=(0, end - first),
-                context_lens=inputs.context_lens[index : index + 1],
-                block_table=inputs.block_table[index : index + 1],
-                rotary_variants=inputs.rotary_variants[index : index + 1],
-                sequence_ids=inputs.sequence_ids[index : index + 1],
-                logit_rows=inputs.logit_rows[is_own] - first,
-            )
-        )
-    return alone
+    return [inputs.cut([(index, *rows)]) for index, rows in enumerate(pairwise(inputs.query_starts))]

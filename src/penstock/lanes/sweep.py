@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -86,33 +84,10 @@ def cut(inputs: ForwardInputs, width: int) -> Iterator[ForwardInputs]:
     parts: list[tuple[int, int, int]] = []  # (chunk, first row, end row) of the next tile
     for chunk, (first, end) in enumerate(pairwise(inputs.query_starts)):
         if parts and end - parts[0][1] > width:
-            yield _tile(inputs, parts)
+            yield inputs.cut(parts)
             parts = []
         while end - first > width:
-            yield _tile(inputs, [(chunk, first, first + width)])
+            yield inputs.cut([(chunk, first, first + width)])
             first += width
         parts.append((chunk, first, end))
-    yield _tile(inputs, parts)
-
-
-def _tile(inputs: ForwardInputs, parts: list[tuple[int, int, int]]) -> ForwardInputs:
-    """Makes a step of these rows alone: each chunk ends where its part does."""
-    chunks, firsts, ends = zip(*parts, strict=True)
-    rows = slice(firsts[0], ends[-1])
-
-    def of_chunks(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(values[chunk] for chunk in chunks) if values else ()
-
-    lacking = (inputs.query_starts[chunk + 1] - end for chunk, end in zip(chunks, ends, strict=True))
-    return replace(
-        inputs,
-        ids_T=inputs.ids_T[rows],
-        positions_T=inputs.positions_T[rows],
-        query_starts=tuple(row - rows.start for row in (*firsts, rows.stop)),
-        context_lens=tuple(inputs.context_lens[chunk] - num for chunk, num in zip(chunks, lacking, strict=True)),
-        block_table=of_chunks(inputs.block_table),
-        rotary_variants=of_chunks(inputs.rotary_variants),
-        sequence_ids=of_chunks(inputs.sequence_ids),
-        state_slots=of_chunks(inputs.state_slots),
-        source_lens=of_chunks(inputs.source_lens),
-    )
+    yield inputs.cut(parts)

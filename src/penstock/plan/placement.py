@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config import CPU_GFLOPS_OF_A_CORE, DISK_BYTES_PER_S, MB, MIB
+from penstock.document import Document
 
 NUM_SLOTS = 3  # of the ring: one layer is computed, one is there, one is being read
 NUM_READERS = 2  # threads that read
@@ -57,16 +58,15 @@ def place_layers(layer_bytes: Sequence[int], *, lacking_bytes: int) -> Placement
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamingPlan:
-    """What streaming costs: of every pass over the layers, whatever the number of tokens."""
+class StreamingPlan(Document):
+    """Tells what streaming costs: of every pass over the layers, whatever the number of tokens."""
 
-    num_streamed: int
-    num_layers: int
-    pass_bytes: int
-    pass_s: float
+    num_streamed: int  # layers that are read again for each step
+    num_layers: int  # of the model
+    pass_bytes: int  # that each step reads
+    pass_s: float  # that reading them takes
     bytes_per_s: float  # of the disk
-    is_measured: bool  # else it was assumed
+    is_measured: bool  # whether the disk was measured for this plan; else it was assumed
     compute_bound_tokens: int  # of a step, from which on computing takes longer than reading
 
     @classmethod
