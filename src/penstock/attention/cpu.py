@@ -9,7 +9,7 @@ can run; it stands in `cpu_compiled`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -67,12 +67,6 @@ class QueryMask:
             is_seen_QN &= keys_N > queries_Q1 - self.window
         table_QN = torch.zeros(is_seen_QN.shape, dtype=like.dtype, device=like.device)
         return table_QN.masked_fill_(~is_seen_QN, torch.finfo(like.dtype).min)
-
-
-# (queries, keys, values, position of the first key, mask, rule) -> (out [Q, H, D], log-sum-exp [Q, H, 1])
-Part = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int, QueryMask | None, AttentionRule], tuple[torch.Tensor, torch.Tensor]
-]
 
 
 def contiguous_runs(blocks: tuple[int, ...], block_size: int, num_tokens: int) -> tuple[SlotRun, ...]:
@@ -162,14 +156,14 @@ class CpuAttention:
         is_taken = q_THD.dtype == torch.bfloat16 and group <= LARGEST_GROUP and not sees_spans
         if self.compiled is not None and is_taken:
             return self.compiled.attend(layer, q_THD, rule, sinks_H)
-        out_THD, part = torch.empty_like(q_THD), _by_flash if self.has_flash and rule.softcap is None else _by_scores
+        out_THD, has_flash = torch.empty_like(q_THD), self.has_flash and rule.softcap is None
         keys, values = self.storage.keys[layer], self.storage.values[layer]
         for index, (row, start, end, runs) in enumerate(self._chunks()):
             spans = self._spans(index) if rule.sees_spans else ()
             for tile in range(start, end, QUERY_ROWS):
                 tile_end = min(tile + QUERY_ROWS, end)
                 rows = slice(row + tile - start, row + tile_end - start)
-                queries = _Tile(part, q_THD[rows], keys, values, runs, tile, tile_end, rule)
+                queries = _Tile(has_flash, q_THD[rows], keys, values, runs, tile, tile_end, rule)
                 out_THD[rows] = queries.attended(sinks_H, spans)
         return out_THD
 
@@ -211,9 +205,9 @@ def _slots(runs: tuple[SlotRun, ...], start: int, end: int) -> Iterator[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries at positions [start, end) of a sequence, its pages, and what attends to some of their keys."""
+    """Queries at positions [start, end) of a sequence, its pages, and whether torch's kernel attends to them."""
 
-    attend: Part
+    has_flash: bool
     q_QHD: torch.Tensor
     keys_SKD: torch.Tensor
     values_SKD: torch.Tensor
@@ -252,69 +246,60 @@ class _Tile:
     def _parts(
         self, q_QHD: torch.Tensor, start: int, end: int, mask: QueryMask | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields what queries get of the keys [start, end), run by run."""
+        """Yields (what queries get, log-sum-exp [Q, H, 1]) of the keys [start, end), run by run."""
         for first, last, slot in _slots(self.runs, start, end):
             pages = slice(slot, slot + last - first)
-            yield self.attend(q_QHD, self.keys_SKD[pages], self.values_SKD[pages], first, mask, self.rule)
+            attend = self._by_flash if self.has_flash else self._by_scores
+            yield attend(q_QHD, self.keys_SKD[pages], self.values_SKD[pages], first, mask)
 
+    def _by_flash(
+        self, q_QHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, first_key: int, mask: QueryMask | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends by torch's kernel. A single query's head groups become rows, sharing each key read."""
+        num_queries, num_heads, head_size = q_QHD.shape
+        num_keys, num_kv_heads = k_NKD.shape[:2]
+        last_key = first_key + num_keys
+        is_causal = mask is not None and mask.is_causal_square(first_key, last_key)
+        mask_QN = None if mask is None or is_causal else mask.table(first_key, last_key, q_QHD)
+        k, v = k_NKD.transpose(0, 1)[None], v_NKD.transpose(0, 1)[None]
+        if num_queries == 1:
+            group = num_heads // num_kv_heads
+            q = q_QHD.reshape(1, num_kv_heads, group, head_size)
+            rows = None if mask_QN is None else mask_QN.expand(group, -1)
+            out, lse = _flash(q, k, v, 0.0, False, attn_mask=rows, scale=self.rule.scale)
+            return out.reshape(1, num_heads, head_size), lse.reshape(1, num_heads, 1)
+        out, lse = _flash(q_QHD.transpose(0, 1)[None], k, v, 0.0, is_causal, attn_mask=mask_QN, scale=self.rule.scale)
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)[..., None]
 
-def _by_flash(
-    q_QHD: torch.Tensor,
-    k_NKD: torch.Tensor,
-    v_NKD: torch.Tensor,
-    first_key: int,
-    mask: QueryMask | None,
-    rule: AttentionRule,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends by torch's kernel. A single query's head groups become rows, sharing each key read."""
-    num_queries, num_heads, head_size = q_QHD.shape
-    num_keys, num_kv_heads = k_NKD.shape[:2]
-    last_key = first_key + num_keys
-    is_causal = mask is not None and mask.is_causal_square(first_key, last_key)
-    mask_QN = None if mask is None or is_causal else mask.table(first_key, last_key, q_QHD)
-    k, v = k_NKD.transpose(0, 1)[None], v_NKD.transpose(0, 1)[None]
-    if num_queries == 1:
+    def _by_scores(
+        self, q_QHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, first_key: int, mask: QueryMask | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends with the scores in view, for softcaps and other devices, in key tiles so that they stay small."""
+        num_queries, num_heads, head_size = q_QHD.shape
+        num_kv_heads = k_NKD.shape[1]
         group = num_heads // num_kv_heads
-        q = q_QHD.reshape(1, num_kv_heads, group, head_size)
-        rows = None if mask_QN is None else mask_QN.expand(group, -1)
-        out, lse = _flash(q, k, v, 0.0, False, attn_mask=rows, scale=rule.scale)
-        return out.reshape(1, num_heads, head_size), lse.reshape(1, num_heads, 1)
-    out, lse = _flash(q_QHD.transpose(0, 1)[None], k, v, 0.0, is_causal, attn_mask=mask_QN, scale=rule.scale)
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)[..., None]
-
-
-def _by_scores(
-    q_QHD: torch.Tensor,
-    k_NKD: torch.Tensor,
-    v_NKD: torch.Tensor,
-    first_key: int,
-    mask: QueryMask | None,
-    rule: AttentionRule,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends with the scores in view, for softcaps and other devices, in key tiles so that they stay small."""
-    num_queries, num_heads, head_size = q_QHD.shape
-    num_kv_heads = k_NKD.shape[1]
-    group = num_heads // num_kv_heads
-    q_KRD = (
-        q_QHD.view(num_queries, num_kv_heads, group, head_size).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
-    )
-    merged: tuple[torch.Tensor, torch.Tensor] | None = None
-    for low in range(0, k_NKD.shape[0], KEY_ROWS):
-        high = min(low + KEY_ROWS, k_NKD.shape[0])
-        scores_KRN = torch.bmm(q_KRD, k_NKD[low:high].permute(1, 2, 0)).float().mul_(rule.scale)
-        if rule.softcap is not None:
-            scores_KRN.div_(rule.softcap).tanh_().mul_(rule.softcap)
-        scores = scores_KRN.view(num_kv_heads, group, num_queries, high - low)
-        if mask is not None:
-            scores += mask.table(first_key + low, first_key + high, scores)
-        lse = scores.logsumexp(-1)
-        weights = scores.sub_(lse[..., None]).exp_().to(q_QHD.dtype)
-        out_KRD = torch.bmm(weights.view(num_kv_heads, -1, high - low), v_NKD[low:high].transpose(0, 1))
-        out = out_KRD.view(num_heads, num_queries, head_size).transpose(0, 1)
-        part = (out, lse.view(num_heads, num_queries).transpose(0, 1)[..., None])
-        merged = part if merged is None else _merge(merged, part)
-    assert merged is not None
-    return merged
+        q_KRD = (
+            q_QHD.view(num_queries, num_kv_heads, group, head_size)
+            .permute(1, 2, 0, 3)
+            .reshape(num_kv_heads, -1, head_size)
+        )
+        merged: tuple[torch.Tensor, torch.Tensor] | None = None
+        for low in range(0, k_NKD.shape[0], KEY_ROWS):
+            high = min(low + KEY_ROWS, k_NKD.shape[0])
+            scores_KRN = torch.bmm(q_KRD, k_NKD[low:high].permute(1, 2, 0)).float().mul_(self.rule.scale)
+            if self.rule.softcap is not None:
+                scores_KRN.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+            scores = scores_KRN.view(num_kv_heads, group, num_queries, high - low)
+            if mask is not None:
+                scores += mask.table(first_key + low, first_key + high, scores)
+            lse = scores.logsumexp(-1)
+            weights = scores.sub_(lse[..., None]).exp_().to(q_QHD.dtype)
+            out_KRD = torch.bmm(weights.view(num_kv_heads, -1, high - low), v_NKD[low:high].transpose(0, 1))
+            out = out_KRD.view(num_heads, num_queries, head_size).transpose(0, 1)
+            part = (out, lse.view(num_heads, num_queries).transpose(0, 1)[..., None])
+            merged = part if merged is None else _merge(merged, part)
+        assert merged is not None
+        return merged
 
 
 def _merge(
