@@ -23,37 +23,23 @@ if TYPE_CHECKING:
     from penstock.trace.document import Trace
 
 # Public names and the rooms they live in; imported when first used, so that `import penstock` stays light.
-_HOME = {
-    "AsyncEngine": "engine.async_engine",
-    "ChunkedPrefillConfig": "plan.chunks",
-    "Engine": "engine.engine",
-    "EngineConfig": "config",
-    "Failed": "request",
-    "Finished": "request",
-    "MemoryModel": "plan.memory",
-    "ModelShape": "plan.memory",
-    "Output": "request",
-    "PenstockError": "errors",
-    "Prefill": "schedule.prefill",
-    "PrefillChunk": "plan.chunks",
-    "PrefillMemoryEstimate": "plan.memory",
-    "PrefillPriority": "config",
-    "PrefillProgress": "request",
-    "PrefillScheduler": "schedule.prefill",
-    "SamplingParams": "request",
-    "StartDecode": "schedule.prefill",
-    "Token": "request",
-    "Trace": "trace.document",
-    "Verdict": "proof.verdict",
-    "YieldToDecode": "schedule.prefill",
-    "attach": "attached.attach",
-    "create_prefill_chunks": "plan.chunks",
-    "detach": "attached.attach",
-    "peak_memory_estimate": "plan.memory",
-    "selfcheck": "proof.selfcheck",
+_PUBLIC = {
+    "attached.attach": ("attach", "detach"),
+    "config": ("EngineConfig", "PrefillPriority"),
+    "engine.async_engine": ("AsyncEngine",),
+    "engine.engine": ("Engine",),
+    "errors": ("PenstockError",),
+    "plan.chunks": ("ChunkedPrefillConfig", "PrefillChunk", "create_prefill_chunks"),
+    "plan.memory": ("MemoryModel", "ModelShape", "PrefillMemoryEstimate", "peak_memory_estimate"),
+    "proof.selfcheck": ("selfcheck",),
+    "proof.verdict": ("Verdict",),
+    "request": ("Failed", "Finished", "Output", "PrefillProgress", "SamplingParams", "Token"),
+    "schedule.prefill": ("Prefill", "PrefillScheduler", "StartDecode", "YieldToDecode"),
+    "trace.document": ("Trace",),
 }
+_HOME = {name: room for room, names in _PUBLIC.items() for name in names}
 
-__all__ = [*_HOME, "plan"]
+__all__ = [*sorted(_HOME), "plan"]
 
 
 def __getattr__(name: str) -> Any:
