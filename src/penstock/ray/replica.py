@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.ray.scaling import BACKLOG
 from penstock.route.news import Wanted
 from penstock.server.app import make_app
-from penstock.server.inside import scope_of
+from penstock.server.inside import http_scope
 from penstock.server.process import SWITCH_INTERVAL_S
 from penstock.server.service import Service
 from penstock.server.settings import ServerSettings
@@ -42,7 +42,7 @@ class Call:
     def scope(self) -> Scope:
         headers = [header for header in self.headers if header[0] != b"x-request-id"]
         headers.append((b"x-request-id", self.id.encode()))
-        return scope_of(self.method, self.path, headers, self.query, sharing_scope=self.sharing_scope)
+        return http_scope(self.method, self.path, headers, self.query, sharing_scope=self.sharing_scope)
 
 
 class EngineReplica:

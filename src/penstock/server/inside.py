@@ -20,7 +20,7 @@ async def post_inside(
     """
     headers = {"host": HOST, "content-type": "application/json", "x-request-id": request_id}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = scope_of("POST", path, encoded, sharing_scope=sharing_scope)
+    scope = http_scope("POST", path, encoded, sharing_scope=sharing_scope)
     sent = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 0, []
 
@@ -36,7 +36,7 @@ async def post_inside(
     return status, b"".join(parts)
 
 
-def scope_of(
+def http_scope(
     method: str, path: str, headers: Sequence[tuple[bytes, bytes]], query: bytes = b"", *, sharing_scope: str
 ) -> Scope:
     """Makes what an app is told of a request that comes by no connection."""

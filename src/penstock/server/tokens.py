@@ -108,7 +108,7 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
     engine = service.engine.engine
     if num_tokens > (limit := MAX_PLANNED_CONTEXTS * engine.scheduler.capacity):
         raise PromptTooLong(f"The prompt has {num_tokens} tokens; plans are made for {limit} at most.")
-    scope = request.scope["state"]["sharing_scope"]
+    scope: str = request.state.sharing_scope
     num_cached, num_on_disk = await service.engine.call(lambda engine: engine.num_known(tokens, scope=scope))
     planned = await asyncio.to_thread(engine.plan, num_tokens, chunk_size=ask.chunk_size)
     return Plan(**asdict(planned), cached_tokens=num_cached, disk_tokens=num_on_disk)

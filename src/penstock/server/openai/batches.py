@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 
 from penstock.server.batch_jobs import BatchJobs, BatchObject, Endpoint
 from penstock.server.openai.asks import Ask
-from penstock.server.openai.files import Limit, page_of, scope_of
+from penstock.server.openai.files import Limit, Page
 
 router = APIRouter()
 
@@ -21,32 +20,28 @@ class BatchAsk(Ask):
     metadata: dict[str, str] | None = None
 
 
-class BatchList(BaseModel):
-    object: Literal["list"] = "list"
+class BatchList(Page):
     data: list[BatchObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
 
 
 @router.post("/v1/batches")
 async def create_batch(ask: BatchAsk, request: Request) -> BatchObject:
-    return await _jobs(request).create(scope_of(request), ask.input_file_id, ask.endpoint, ask.metadata)
+    return await _jobs(request).create(request.state.sharing_scope, ask.input_file_id, ask.endpoint, ask.metadata)
 
 
 @router.get("/v1/batches")
 async def batches(request: Request, after: str | None = None, limit: Limit = 20) -> BatchList:
-    return BatchList(**page_of(_jobs(request).listed(scope_of(request)), after, limit))
+    return BatchList.of(_jobs(request).listed(request.state.sharing_scope), after, limit)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def batch(batch_id: str, request: Request) -> BatchObject:
-    return _jobs(request).find(scope_of(request), batch_id)
+    return _jobs(request).find(request.state.sharing_scope, batch_id)
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, request: Request) -> BatchObject:
-    return _jobs(request).cancel(scope_of(request), batch_id)
+    return _jobs(request).cancel(request.state.sharing_scope, batch_id)
 
 
 def _jobs(request: Request) -> BatchJobs:

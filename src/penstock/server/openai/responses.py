@@ -123,12 +123,12 @@ async def responses(ask: ResponseAsk, request: Request) -> Response:
 @router.get("/v1/responses/{response_id}", response_model=ResponseAnswer)
 async def stored_response(response_id: str, request: Request) -> Response:
     stored = Service.of(request, None).responses
-    return JSONResponse(stored.answer(request.scope["state"]["sharing_scope"], response_id))
+    return JSONResponse(stored.answer(request.state.sharing_scope, response_id))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request) -> DeletedResponse:
-    Service.of(request, None).responses.delete(request.scope["state"]["sharing_scope"], response_id)
+    Service.of(request, None).responses.delete(request.state.sharing_scope, response_id)
     return DeletedResponse(id=response_id)
 
 
