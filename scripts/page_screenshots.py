@@ -45,7 +45,10 @@ def prepared(page: Page, url: str) -> None:
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    with serving("--memory", "2GiB", "--latency-target-ms", "400") as server, sync_playwright() as playwright:
+    with (
+        serving("--memory", "2GiB", "--latency-target-ms", "400", is_fresh=True) as server,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         asking = [threading.Thread(target=chat, args=(server.url, text, 80)) for text in STREAMS]
         page = browser.new_page(viewport={"width": 1180, "height": 830}, color_scheme="dark")

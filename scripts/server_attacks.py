@@ -365,7 +365,7 @@ def main() -> int:
             chosen.append(("all ways to be slow", [*SLOW]) if name == "slow" else (name, [name]))
     os.environ["PENSTOCK_PREFIX_CACHE"] = "0"  # what it keeps on purpose would hide what is kept by mistake
     limits = ("--max-connections", "2048", "--max-connections-per-client", "2048")
-    with serving(asked.model, "--context", "4096", "--memory", "3GiB", *limits) as server:
+    with serving(asked.model, "--context", "4096", "--memory", "3GiB", *limits, is_fresh=True) as server:
         with Watch(server=server, model=asked.model):
             time.sleep(CALM_S)
         print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)

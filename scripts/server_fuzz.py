@@ -57,7 +57,9 @@ def main() -> int:
         model, description = Path(folder) / "model", Path(folder) / "openapi.json"
         model.mkdir()
         save_tiny_chat_model(model)
-        with serving(str(model), "--chunk-size", "32", "--dtype", "float32", "--context", "256") as server:
+        with serving(
+            str(model), "--chunk-size", "32", "--dtype", "float32", "--context", "256", is_fresh=True
+        ) as server:
             found = httpx.get(f"{server.url}/openapi.json").json()
             description.write_text(json.dumps(narrowed(found, str(model))))
             command = [asked.schemathesis, "run", str(description), "--url", server.url, "--exclude-path", ENDLESS]

@@ -65,7 +65,7 @@ def main() -> int:
         tokenizer = folder / "tokenizer"
         tokenizer.mkdir()
         save_tiny_chat_model(tokenizer)  # the tokenizer of the default model
-        with serving(DEFAULT_MODEL, "--memory", "2GiB") as server:
+        with serving(DEFAULT_MODEL, "--memory", "2GiB", is_fresh=True) as server:
             before = totals(server)
             found = load(asked.guidellm, server, tokenizer, folder, asked)
             after = totals(server)

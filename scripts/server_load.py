@@ -136,7 +136,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_model("llama", Path(folder))
-        with serving(folder, "--dtype", "float32", "--chunk-size", "64", "--memory", "400MiB") as server:
+        with serving(folder, "--dtype", "float32", "--chunk-size", "64", "--memory", "400MiB", is_fresh=True) as server:
             warm_up(server, folder, asked.streams)
             load = asyncio.run(keep_streaming(server, folder, asked.streams, asked.seconds))
             is_complete = set(load.ends) == {"complete"}

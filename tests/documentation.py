@@ -132,6 +132,21 @@ def lay_out(folder: Path) -> None:
     shutil.copytree(folder / "my-model", hub / "snapshots" / ("0" * 40))
 
 
+def needs_transformers(shown: list[Block]) -> bool:
+    return any(re.search("transformers|--image|path/to/model", code) for _, _, code in shown)
+
+
+def keep_apart(cache: Path) -> None:
+    """What the pages keep, sessions above all, begins anew; only the compiled kernels are those of the user."""
+    from penstock.config import cache_folder
+
+    kernels = cache_folder("kernels")
+    kernels.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (cache / "penstock").mkdir(parents=True)
+    (cache / "penstock" / "kernels").symlink_to(kernels)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+
+
 def main() -> None:
     source, target = (Path(name).absolute() for name in sys.argv[1:3])
     model = sys.argv[3]
@@ -148,9 +163,14 @@ def main() -> None:
     laying.join()
     assert laying.exitcode == 0
     os.environ |= {"HF_HUB_CACHE": str(things / "hub"), "HF_HUB_OFFLINE": "1"}
+    keep_apart(Path("cache").absolute())
     with fork.Manager() as manager:
         failures = manager.dict()
-        for number, (page, shown) in enumerate(pages.items()):
+        # Once a page has needed transformers, all that follow have it: those that need it come last.
+        for number, (page, shown) in enumerate(sorted(pages.items(), key=lambda item: needs_transformers(item[1]))):
+            if needs_transformers(shown):
+                import transformers.generation.utils
+                import transformers.modeling_utils  # noqa: F401 - for the pages
             folder = Path(f"page-{number}").absolute()
             shutil.copytree(things, folder, symlinks=True)
             if "images" in page:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from server_process import ServerProcess, serving
 from tiny_chat_model import TEMPLATE, save_tiny_chat_model
 
-PLAYER = [sys.executable, str(Path(__file__).with_name("scripted_server.py"))]
+PLAYER = str(Path(__file__).with_name("scripted_server.py"))
 
 
 def call(function: str, **arguments: object) -> str:
@@ -31,6 +30,6 @@ def playing(
     model.mkdir()
     save_tiny_chat_model(model, template, max_tokens=32768, is_hybrid=is_hybrid)
     (folder / "script.json").write_text(json.dumps(script))
-    command = [*PLAYER, str(folder / "script.json")]
-    with serving(str(model), "--dtype", "float32", "--memory", "2GiB", *flags, command=command) as server:
+    program = [PLAYER, str(folder / "script.json")]
+    with serving(str(model), "--dtype", "float32", "--memory", "2GiB", *flags, program=program) as server:
         yield server

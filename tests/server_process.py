@@ -1,4 +1,4 @@
-"""A server as users have it: a process of its own, found by the line it prints when it is ready."""
+"""A server as a process of its own, found by the line it prints when it is ready."""
 
 from __future__ import annotations
 
@@ -11,24 +11,36 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from resource import RLIMIT_NOFILE, setrlimit
+from typing import Any
 
 import httpx
 from hang_bound import HANG_S, within
-
-COMMAND = [sys.executable, "-m", "penstock.cli.main", "serve"]
+from penstock_command import PENSTOCK, forked
 
 
 class ServerProcess:
-    def __init__(self, *arguments: str, max_files: int | None = None, command: Sequence[str] = COMMAND) -> None:
-        self.process = subprocess.Popen(
-            [*command, *arguments, "--port", "0"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PENSTOCK_THREADS": "1"},
-            preexec_fn=None if max_files is None else partial(setrlimit, RLIMIT_NOFILE, (max_files, max_files)),
-        )
+    """`program`: what plays the server, where it is not the command. `is_fresh`: of an interpreter that is its own."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        max_files: int | None = None,
+        program: Sequence[str] = PENSTOCK,
+        is_fresh: bool = False,
+    ) -> None:
+        arguments = (*(["serve"] if tuple(program) == PENSTOCK else []), *arguments, "--port", "0")
+        environment = {"PENSTOCK_THREADS": "1"}
+        reader, writer = os.pipe()
+        with open(writer, "wb") as stderr:
+            if is_fresh:
+                command = [sys.executable, *program, *arguments]
+                self.process = subprocess.Popen(command, stderr=stderr, env=os.environ | environment)
+            else:
+                with open(os.devnull, "rb+", 0) as null:
+                    files = [null.fileno(), null.fileno(), writer]
+                    options = {"program": program, "max_files": max_files, "environment": environment}
+                    self.process = forked(arguments, files=files, kind="serve", **options)
+        self._stderr = os.fdopen(reader)
         self.log: list[str] = []
         self.url = ""
         self._client = httpx.Client(timeout=HANG_S)  # kept, because making one takes longer than asking
@@ -36,8 +48,7 @@ class ServerProcess:
         threading.Thread(target=self._read_log, daemon=True).start()
 
     def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             self.log.append(line)
             if found := re.search(r"Serving .* at (http://\S+)", line):
                 self.url = found[1]
@@ -70,9 +81,9 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(*arguments: str, max_files: int | None = None, command: Sequence[str] = COMMAND) -> Iterator[ServerProcess]:
+def serving(*arguments: str, max_files: int | None = None, **others: Any) -> Iterator[ServerProcess]:
     """`max_files`: how many files the process may have open, connections among them."""
-    server = ServerProcess(*arguments, max_files=max_files, command=command)
+    server = ServerProcess(*arguments, max_files=max_files, **others)
     try:
         server.wait()
         yield server

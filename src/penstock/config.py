@@ -44,12 +44,12 @@ LEAST_DISK_BYTES = 16 * MIB  # fewer hold no prefix that is worth it
 LEAST_MB_MEANT = 100  # by a bare number for the memory; fewer are gigabytes
 HOPPER = (9, 0)  # the compute capability of NVIDIA's H100 and H200
 
-# What becomes resident with the first chunk: the code and buffers of the matrix library.
-FIRST_CALL_BYTES_ESTIMATE = 28 * 2**20
+# What becomes resident with the first chunk and what follows: code and buffers of the matrix library, a chat's threads.
+FIRST_CALL_BYTES_ESTIMATE = 34 * 2**20
 # Resident bytes of Python and torch on x86-64 Linux with torch 2.13, with the first chunk. The engine measures its own.
 # 242 to 312 MB were seen before that chunk, of the same libraries: what the system has of their files counts too, and
-# two installations of one version differed by 66 MB. This is the middle.
-RUNTIME_BYTES_ESTIMATE = 261 * MIB + FIRST_CALL_BYTES_ESTIMATE
+# two installations of one version differed by 66 MB. With that chunk's, this is the middle.
+RUNTIME_BYTES_ESTIMATE = 255 * MIB + FIRST_CALL_BYTES_ESTIMATE
 # Of a tokenizer: 250 to 430 for byte pairs and words, 1,100 for a unigram model of 32,100 tokens.
 TOKENIZER_BYTES_PER_TOKEN_ESTIMATE = 400
 # What importing a model class of transformers adds: 179 to 226 MB.

@@ -8,6 +8,7 @@ from hang_bound import HANG_S, LEAST_BOUND_S, finished, until, within
 from tiny_models import prompt
 from tiny_vision_models import TEXT, pictures
 
+from penstock.engine import async_engine
 from penstock.engine.async_engine import MAX_UNREAD, AsyncEngine
 from penstock.errors import EngineClosed, InvalidPrompt
 from penstock.prompt.source import TextPart
@@ -291,3 +292,24 @@ def test_steps_go_on_while_the_pictures_of_another_are_scaled(load_vision):
     inner.model.lane.processor.processor, inner.on_step = slowly, count_step
     assert finished(scenario()) == expected
     assert went_on == [True]
+
+
+def test_an_engine_at_rest_gives_back_what_is_free_and_reads_as_before(load, monkeypatch):
+    monkeypatch.setattr(async_engine, "IDLE_S", 0.01)
+    inner = load(chunk_size=16, prefix_cache=False)
+    storage = inner.model.storage
+    pages = [*storage.keys, *storage.values]
+    for values in pages:
+        values.fill_(1)
+
+    async def scenario():
+        engine = AsyncEngine(inner)
+        asked = {"max_tokens": 10, "ignore_eos": True}
+        outputs = [await engine.generate(prompt(100), **asked)]
+        await until(lambda: not any(values.any() for values in pages))
+        outputs.append(await engine.generate(prompt(100), **asked))
+        await engine.close()
+        return outputs
+
+    first, second = finished(scenario())
+    assert second.token_ids == first.token_ids

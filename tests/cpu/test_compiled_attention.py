@@ -14,8 +14,11 @@ from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.cpu import CpuAttention
 from penstock.cache.storage import KvStorage
 from penstock.kernels import build
+from penstock.plan.machine import cpu_flags
 
 pytestmark = pytest.mark.usefixtures("compiled")
+HAD = [one.id for one in build.INSTRUCTIONS if one.are_had(cpu_flags())]
+ONCE = pytest.mark.parametrize("compiled", HAD[:1], indirect=True)  # processes of their own are slow to start
 
 TOLERANCE = 0.02  # values are about 1, and bfloat16 has 8 bits
 RULES = {
@@ -140,7 +143,7 @@ def test_threads_do_not_change_a_bit(cuts):
 @pytest.mark.parametrize("heads", [(9, 3, 64), (96, 32, 16)], ids=str)
 def test_streams_beside_each_other_have_the_bits_of_one_thread(heads):
     threads, results = torch.get_num_threads(), []
-    for num_threads in (1, 2, 3, 2):
+    for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         results.append(attended(STREAMS, RULES["causal"], "short runs", *heads)[0])
     torch.set_num_threads(threads)
@@ -164,8 +167,8 @@ def test_the_switch_leaves_the_work_to_torch(load):
 
 
 STATE = """
-import os, torch
 from penstock.kernels import build
+from penstock.plan.machine import cpu_flags
 print(build.kernels().library is not None, build.kernels().reason)
 """
 
@@ -177,6 +180,7 @@ def state(**environment):
     )
 
 
+@ONCE
 @pytest.mark.evidence  # compiles everything, twice
 def test_two_processes_may_build_it_at_once(tmp_path):
     running = [state(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
@@ -184,6 +188,7 @@ def test_two_processes_may_build_it_at_once(tmp_path):
     assert [path.suffix for path in (tmp_path / "penstock" / "kernels").iterdir()] == [".so"]
 
 
+@ONCE
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [({"PATH": "", "CC": ""}, "no C compiler"), ({"CC": "false"}, "cannot compile"), ({"HOME": "/dev/null"}, "kept")],
@@ -208,6 +213,7 @@ print(before, len(os.listdir("/proc/self/task")))
 """
 
 
+@ONCE
 def test_it_works_on_the_threads_that_torch_has():
     folders = os.pathsep.join(path for path in sys.path if path)
     shown = subprocess.run(

@@ -1,5 +1,6 @@
 """Tokens are drawn with their probabilities, from the tokens that may come, alike in every batch."""
 
+import functools
 import math
 
 import pytest
@@ -11,8 +12,8 @@ from tiny_models import prompt
 from penstock.engine.draws import Draw, draw_tokens, noise, numbers_of
 from penstock.request import SamplingParams
 
-SEEDS = range(10)
-NUM_DRAWS, NUM_TOKENS = 40_000, 12
+SEEDS = range(5)
+NUM_DRAWS, NUM_TOKENS = 20_000, 12
 # The least chi-square with 11 degrees of freedom that has a probability below 0.001.
 LIMIT = 31.26
 
@@ -38,40 +39,38 @@ def chi_square(counts, shares):
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def counts_of(logits, seed, num_draws=NUM_DRAWS):
+SOME_LOGITS = torch.linspace(0, 2, NUM_TOKENS)
+
+
+@functools.cache
+def counts_of(seed):
     """As one request draws at one place after the other; all at once, with the same noise."""
     params = SamplingParams(temperature=0.8, seed=seed)
-    keys = [logits / 0.8 + noise(Draw.of(params, seed, place).key, len(logits)) for place in range(num_draws)]
-    return torch.bincount(torch.stack(keys).argmax(-1), minlength=len(logits)).double()
-
-
-@pytest.fixture(scope="module")
-def some_logits():
-    return torch.linspace(0, 2, NUM_TOKENS)
+    noises = torch.stack([noise(Draw.of(params, seed, place).key, NUM_TOKENS) for place in range(NUM_DRAWS)])
+    return torch.bincount((SOME_LOGITS / 0.8 + noises).argmax(-1), minlength=NUM_TOKENS).double()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_tokens_are_drawn_with_their_probabilities(some_logits, seed):
-    shares = torch.softmax(some_logits.double() / 0.8, -1)
-    counts = counts_of(some_logits, seed)
-    assert chi_square(counts, shares) < LIMIT
+def test_tokens_are_drawn_with_their_probabilities(seed):
+    shares = torch.softmax(SOME_LOGITS.double() / 0.8, -1)
+    assert chi_square(counts_of(seed), shares) < LIMIT
 
 
-def test_a_sampler_that_is_wrong_by_a_hundredth_is_found(some_logits):
+def test_a_sampler_that_is_wrong_by_a_hundredth_is_found():
     """One part in a hundred of all draws goes to the unlikeliest token."""
-    shares = torch.softmax(some_logits.double() / 0.8, -1)
+    shares = torch.softmax(SOME_LOGITS.double() / 0.8, -1)
     for seed in SEEDS:
-        counts = counts_of(some_logits, seed)
+        counts = counts_of(seed).clone()
         moved = (counts * 0.01).floor()
         counts -= moved
         counts[0] += moved.sum()
         assert chi_square(counts, shares) > LIMIT
 
 
-def test_the_race_of_the_chi_square_is_the_one_that_draws(some_logits):
+def test_the_race_of_the_chi_square_is_the_one_that_draws():
     draws = [Draw.of(SamplingParams(temperature=0.8), 3, place) for place in range(50)]
-    race = [int((some_logits / 0.8 + noise(draw.key, NUM_TOKENS)).argmax()) for draw in draws]
-    assert drawn(some_logits.expand(50, -1), draws) == race
+    race = [int((SOME_LOGITS / 0.8 + noise(draw.key, NUM_TOKENS)).argmax()) for draw in draws]
+    assert drawn(SOME_LOGITS.expand(50, -1), draws) == race
 
 
 @settings(deadline=None, max_examples=60)

@@ -23,10 +23,27 @@ def read(engine, tokens=PROMPT, **sampling):
     return recorder.all, output
 
 
+@pytest.fixture(scope="module")
+def wholes():
+    return {}
+
+
+@pytest.fixture
+def whole_prompt(load, wholes):
+    """What `read` gives of the prompt in one chunk, for the name of a model; read once for all tests."""
+
+    def read_once(name):
+        if name not in wholes:
+            wholes[name] = read(load(name, chunk_size=0))
+        return wholes[name]
+
+    return read_once
+
+
 @pytest.mark.parametrize("chunk_sizes", [(7, 64), pytest.param((1, 3, 16, 512), marks=pytest.mark.evidence)], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_chunk_size_equals_the_whole_prompt_and_transformers(name, chunk_sizes, tiny, load):
-    whole, whole_output = read(load(name, chunk_size=0))
+def test_every_chunk_size_equals_the_whole_prompt_and_transformers(name, chunk_sizes, tiny, load, whole_prompt):
+    whole, whole_output = whole_prompt(name)
     assert len(whole_output.chunks) == 1
     model = tiny(name)[1]
     tokens = [*PROMPT, *whole_output.token_ids]
@@ -57,8 +74,8 @@ def test_every_chunk_size_equals_the_whole_prompt_and_transformers_up_to_2600_to
     "overlaps", [((16, 5),), pytest.param(((7, 6), (64, 17)), marks=pytest.mark.evidence)], ids=["one", "others"]
 )
 @pytest.mark.parametrize("name", [*sorted(set(CONFIGS) - RECURRENT - LATER), *as_evidence(sorted(LATER - RECURRENT))])
-def test_overlap_changes_nothing(name, overlaps, load):
-    whole, whole_output = read(load(name, chunk_size=0))
+def test_overlap_changes_nothing(name, overlaps, load, whole_prompt):
+    whole, whole_output = whole_prompt(name)
     for chunk_size, overlap in overlaps:
         logits, output = read(load(name, chunk_size=chunk_size, overlap=overlap))
         assert output.chunks[1].start == chunk_size - overlap
@@ -67,8 +84,8 @@ def test_overlap_changes_nothing(name, overlaps, load):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_prefix_hit_changes_nothing(name, load):
-    whole, whole_output = read(load(name, chunk_size=0))
+def test_a_prefix_hit_changes_nothing(name, load, whole_prompt):
+    whole, whole_output = whole_prompt(name)
     engine = load(name, chunk_size=16)
     # Another question about the same text, of a length that gives the same rotary table.
     read(engine, PROMPT[:120])

@@ -1,5 +1,7 @@
 """Prompts that break while they are read: their own request fails, and nothing answers the part that came."""
 
+import io
+
 import pytest
 from tiny_models import prompt
 
@@ -88,3 +90,29 @@ def test_a_long_text_that_fits_has_the_tokens_of_the_whole(load):
     reader = load().prompts
     text = "w5 w7" + " " * 70_000 + "w9"
     assert reader.text_tokens(text) == reader.tokenizer.encode(text, add_special_tokens=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"strict": True}])
+def test_a_stream_that_is_too_long_is_counted_to_its_end_for_the_value_that_would_do(load, settings):
+    engine = load(chunk_size=16, context=512, **settings)
+    parts = [TextPart(stream=io.BytesIO(b"w5 " * 1000))]
+    with pytest.raises(PromptTooLong, match=r"has 100\d tokens; the context holds 512 .* raise --context to 12\d\d\."):
+        engine.generate(engine.chat_feed(parts), max_tokens=1)
+
+
+def test_a_stream_without_an_end_is_refused_without_it(load):
+    engine = load(chunk_size=16, context=512)
+    endless = TextPart(stream=io.BufferedReader(Endless()))
+    with pytest.raises(PromptTooLong, match="tokens or more; the context holds 512"):
+        engine.generate(engine.chat_feed([endless]), max_tokens=1)
+
+
+class Endless(io.RawIOBase):
+    """Words for ever."""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        buffer[:] = (b"w5 " * (len(buffer) // 3 + 1))[: len(buffer)]
+        return len(buffer)

@@ -71,6 +71,7 @@ def test_windows_and_rotary_limits_past_the_prompt_are_brought_into_it():
     assert config.sliding_window == 4096
 
 
+@pytest.mark.evidence
 def test_a_choice_of_keys_is_brought_into_the_prompt():
     """DeepSeek V3.2 attends to 2,048 chosen keys: a prompt that is shorter would show nothing of the choice."""
     config = transformers.DeepseekV32Config()

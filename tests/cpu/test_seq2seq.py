@@ -70,7 +70,9 @@ def generated(model, ids):
 
 
 @pytest.mark.parametrize("name", SEQ2SEQ)
-@pytest.mark.parametrize("tile", [1, 3, 7, 64, 150, 1000])
+@pytest.mark.parametrize(
+    "tile", [1, 7, 150, *(pytest.param(tile, marks=pytest.mark.evidence) for tile in (3, 64, 1000))]
+)
 def test_tiles_of_every_size_give_the_plain_encoders_states(name, tile, folders):
     model, ids = folders(name)[1], torch.tensor([SOURCE])
     assert (read_source(model, ids, tile=tile) - states(model, ids)).abs().max() <= TOLERANCE

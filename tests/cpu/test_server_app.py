@@ -217,7 +217,7 @@ def test_a_name_that_others_may_have_pointed_here_is_not_answered_without_a_key(
     assert ask("GET", "/version", at=at, settings=settings | {"api_keys": ("k",)}, headers=key).status_code == 200
 
 
-def _filled(before, part, after, num_bytes=30_000_000):
+def _filled(before, part, after, num_bytes=4_000_000):
     """A large body, and nothing in it that is large."""
     return (before + ",".join([part] * (num_bytes // (len(part) + 1))) + after).encode()
 

@@ -1,6 +1,7 @@
 """`penstock batch` as users have it: a file of requests, a process that is killed, a file of answers."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 from hang_bound import HANG_S, within
-from penstock_command import penstock_text
+from penstock_command import forked, penstock_text
 from tiny_models import prompt, save_tiny_model
 
 COMMAND = [sys.executable, "-m", "penstock.cli.main", "batch"]
@@ -69,10 +70,11 @@ def test_every_line_is_answered_and_what_is_shared_is_read_once(whole):
 def test_a_batch_that_is_killed_is_gone_on_with_and_nothing_is_answered_twice(folder, asked, whole, tmp_path):
     path = tmp_path / "out.jsonl"
     for num_before in (1, 40):
-        process = subprocess.Popen([*COMMAND, asked, path, folder, "--threads", "1"], stderr=subprocess.PIPE)
+        with open(os.devnull, "rb+", 0) as null:
+            process = forked(["batch", *map(str, (asked, path, folder))], files=[null.fileno()] * 3)
         assert within(HANG_S, partial(has_lines, path, num_before))
         process.kill()
-        process.communicate()
+        process.wait(HANG_S)
     assert penstock_text("batch", asked, path, folder).returncode == 3
     assert answers(path) == answers(whole[0])
     again = penstock_text("batch", asked, path, folder, "--json")

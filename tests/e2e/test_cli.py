@@ -187,10 +187,14 @@ def test_files_come_first_then_the_text_and_standard_input_is_a_file(tiny_folder
     assert both["token_ids"] == plain["token_ids"]
 
 
-def run_with_input(tiny_folder, *arguments, **stdin):
-    """Finds (what was read, what stderr said), with a real standard input of any kind."""
-    command = [*PENSTOCK, "run", str(tiny_folder), *arguments, "--max-tokens", "1", "--json"]
-    done = subprocess.run(command, **stdin, capture_output=True, timeout=HANG_S)
+def run_with_input(tiny_folder, *arguments, stdin):
+    """Finds (what was read, what stderr said), with a real standard input of any kind; text comes through a pipe."""
+    reader, writer = os.pipe()
+    os.write(writer, stdin if isinstance(stdin, bytes) else b"")
+    os.close(writer)
+    given = reader if isinstance(stdin, bytes) else stdin
+    done = penstock("run", tiny_folder, *arguments, "--max-tokens", 1, "--json", stdin=given)
+    os.close(reader)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["prompt_tokens"], done.stderr.decode().strip()
 
@@ -198,12 +202,12 @@ def run_with_input(tiny_folder, *arguments, **stdin):
 def test_a_pipe_or_file_at_standard_input_is_read_and_said_to_be(tiny_folder, tmp_path):
     (tmp_path / "a.txt").write_text("w10 w11")
     with (tmp_path / "a.txt").open("rb") as file:
-        for stdin in ({"input": b"w10 w11"}, {"stdin": file}):
-            num_tokens, said = run_with_input(tiny_folder, "-p", "w14", **stdin)
+        for stdin in (b"w10 w11", file.fileno()):
+            num_tokens, said = run_with_input(tiny_folder, "-p", "w14", stdin=stdin)
             assert num_tokens == 3
             assert said == "Reading standard input, as with -f -."
-    assert run_with_input(tiny_folder, input=b"w10 w11")[0] == 2
-    num_tokens, said = run_with_input(tiny_folder, "-f", str(tmp_path / "a.txt"), input=b"w12 w13 w14")
+    assert run_with_input(tiny_folder, stdin=b"w10 w11")[0] == 2
+    num_tokens, said = run_with_input(tiny_folder, "-f", str(tmp_path / "a.txt"), stdin=b"w12 w13 w14")
     assert num_tokens == 2  # a loop may read its files' names from there
     assert said == "Standard input is not read beside files; -f - adds it."
 
@@ -211,11 +215,9 @@ def test_a_pipe_or_file_at_standard_input_is_read_and_said_to_be(tiny_folder, tm
 def test_no_standard_input_changes_nothing(tiny_folder, tmp_path):
     (tmp_path / "empty").touch()
     reader, writer = os.pipe()  # open and silent, as under some programs
-    with (tmp_path / "empty").open("rb") as empty:
-        for stdin in (b"", subprocess.DEVNULL, empty):
-            given = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": stdin}
-            assert run_with_input(tiny_folder, "-p", "w14", **given) == (1, "")
-    assert run_with_input(tiny_folder, "-p", "w14", stdin=None, preexec_fn=lambda: os.close(0)) == (1, "")
+    with (tmp_path / "empty").open("rb") as empty, open(os.devnull, "rb") as null:
+        for stdin in (b"", null.fileno(), empty.fileno(), None):
+            assert run_with_input(tiny_folder, "-p", "w14", stdin=stdin) == (1, "")
     num_tokens, said = run_with_input(tiny_folder, "-p", "w14", stdin=reader)
     assert num_tokens == 1
     assert said == "Standard input gave nothing for 5 s and is not read; -f - waits for it."
@@ -253,11 +255,12 @@ HELD_BEFORE = "held = b'x' * 1_200_000_000; del held; from penstock.cli.main imp
 
 
 @pytest.mark.parametrize("memory", ["1000MB", "3GB"])
-def test_a_peak_above_the_budget_is_told_with_the_difference(memory, tiny_folder):
+def test_a_peak_above_the_budget_is_told_with_the_difference(memory, tiny_folder, tmp_path):
     """The process held more than the first budget before the model was loaded."""
-    command = [sys.executable, "-c", HELD_BEFORE, "run", str(tiny_folder), "-p", "w5 w6", "--max-tokens", "2"]
-    runs = [[*command, "--memory", memory], [*command, "--memory", memory, "--json"]]
-    shown, reported = [subprocess.run(run, input=b"", capture_output=True, timeout=HANG_S, check=True) for run in runs]
+    (tmp_path / "held.py").write_text(HELD_BEFORE)
+    run = ["run", tiny_folder, "-p", "w5 w6", "--max-tokens", 2, "--memory", memory]
+    shown, reported = [penstock(*run, *more, program=[str(tmp_path / "held.py")]) for more in ([], ["--json"])]
+    assert shown.returncode == reported.returncode == 0, shown.stderr + reported.stderr
     report = json.loads(reported.stdout)
     told = [one for one in report["plan"]["adjustments"] if "above --memory" in one]
     assert report["peak_bytes"]["measured"] > 1_200_000_000

@@ -89,3 +89,94 @@ def test_a_call_says_that_it_is_one_of_a_function(server):
         server.url + "/v1/chat/completions", json=asked(BODIES["pydantic-ai-1"], stream=False), timeout=HANG_S
     ).json()["choices"]
     assert [call["type"] for call in choice["message"]["tool_calls"]] == ["function"]
+
+
+CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+PARTS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+ASKED = {"role": "user", "content": "Look."}
+FOUND = {
+    "role": "tool",
+    "tool_call_id": "c1",
+    "content": [{"type": "text", "text": "It"}, {"type": "text", "text": "."}],
+}
+USED = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "x"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "It.", "is_error": True}
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": "EqoBCkgIARABGAIiQ"}
+SOUGHT = [{"type": "mcp_tool_use", "id": "m1", "name": "seek", "server_name": "s", "input": {}}]
+
+
+def function(name, **others):
+    return {"type": "function", "function": {"name": name, "parameters": PARTS} | others}
+
+
+def cut(arguments):
+    return CALLED | {"function": {"name": "look", "arguments": arguments}}
+
+
+# What others send: histories as their libraries keep them, and names of what holds here anyway.
+CHATS = {
+    "what other servers put into a message": [
+        ASKED,
+        {"role": "assistant", "content": None, "refusal": "", "provider_specific_fields": {"a": 1}, "id": "m1"}
+        | {"tool_calls": [CALLED | {"index": 0, "extra_content": {"google": {"thought_signature": "x"}}}]},
+        FOUND,
+    ],
+    "an assistant that said nothing": [ASKED, {"role": "assistant", "content": None}, ASKED],
+    "a result that is null": [ASKED, {"role": "assistant", "tool_calls": [CALLED]}, FOUND | {"content": None}],
+    "a call that was cut": [ASKED, {"role": "assistant", "content": "", "tool_calls": [cut('{"at": ')]}, FOUND],
+    "a call with an object": [ASKED, {"role": "assistant", "content": "", "tool_calls": [cut({"at": "x"})]}, FOUND],
+}
+FIELDS = {
+    "two hundred tools": {"tools": [function(f"look{number}") for number in range(200)]},
+    "fields of a tool": {"tools": [function("look", returns={"type": "string"}) | {"strict": True}]},
+    "thinking as others ask for it": {"thinking": {"type": "disabled"}},
+    "what holds here anyway": {"skip_special_tokens": True, "usage": {"include": True}, "top_logprobs": 0},
+    "a schema beside json_object": {"response_format": {"type": "json_object", "schema": PARTS}},
+    "a schema beside json_schema": {"response_format": {"type": "json_schema", "schema": PARTS}},
+}
+TURNS = [ASKED, {"role": "assistant", "content": [THOUGHT, USED]}, {"role": "user", "content": [RESULT]}]
+MESSAGES = {
+    "signed thoughts": {"messages": TURNS},
+    "calls of other servers": {"messages": [ASKED, {"role": "assistant", "content": SOUGHT}, ASKED]},
+    "the first name of a format": {"output_format": {"type": "json_schema", "schema": PARTS}},
+}
+RESPONSES = {
+    "a tool that is found later": {"tools": [{"type": "function", "name": "look", "defer_loading": True}]},
+    "log-probabilities of none": {"top_logprobs": 0, "stream_options": {"include_obfuscation": True}},
+}
+OTHERS = [
+    *(("/v1/chat/completions", name, {"messages": messages}) for name, messages in CHATS.items()),
+    *(("/v1/chat/completions", name, {"messages": [ASKED]} | fields) for name, fields in FIELDS.items()),
+    *(("/v1/messages", name, {"messages": [ASKED]} | fields) for name, fields in MESSAGES.items()),
+    *(("/v1/messages/count_tokens", name, {"messages": [ASKED]} | fields) for name, fields in MESSAGES.items()),
+    *(("/v1/responses", name, {"input": "Look.", "stream": True} | fields) for name, fields in RESPONSES.items()),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "body"), OTHERS, ids=[f"{path}: {name}" for path, name, _ in OTHERS])
+def test_what_other_clients_send_is_taken(server, path, name, body):
+    limit = {} if "responses" in path else {"max_tokens": 4}
+    answer = httpx.post(server.url + path, json={"model": "tiny"} | limit | body, timeout=HANG_S)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"messages": [ASKED, {"role": "assistant", "content": "It", "prefix": True}]}, "prefix"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "'file'"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(server, fields, told):
+    body = {"model": "tiny", "messages": [ASKED], "max_tokens": 4} | fields
+    answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=HANG_S)
+    assert (answer.status_code, told in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_the_model_is_told_of_a_call_that_was_cut(server):
+    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": [cut('{"at": ')]}, FOUND]
+    tokens = httpx.post(server.url + "/tokenize", json={"messages": messages}, timeout=HANG_S).json()["tokens"]
+    text = httpx.post(server.url + "/detokenize", json={"tokens": tokens}, timeout=HANG_S).json()["prompt"]
+    assert '{"arguments": "{\\"at\\": "}' in text

@@ -20,7 +20,7 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("--memory", "2GiB") as server:
+    with serving("--memory", "2GiB", is_fresh=True) as server:
         yield server
 
 

@@ -208,3 +208,16 @@ def test_equal_tokens_of_another_model_rotary_or_scope_hash_differently():
     roots = {root_hash("a", "default"), root_hash("b", "default"), root_hash("a", "long")}
     roots |= {root_hash("a", "default", "one"), root_hash("a", "default", "other"), root_hash("a", "long", "one")}
     assert len({chain_hash(root, [1, 2, 3]) for root in roots}) == 6
+
+
+def test_the_memory_of_free_blocks_is_taken_once_and_that_of_cached_ones_is_not():
+    pool = BlockPool(8)
+    first, second, third = (pool.allocate(after=after) for after in (None, 0, 1))
+    pool.keep_content(first)
+    pool.release([first, second])
+    assert pool.high_water == 3
+    (run,) = pool.take_untouched()
+    assert (run[0] <= second < run[1], run[0] <= third < run[1], run[0] <= first < run[1]) == (True, False, False)
+    assert (pool.high_water, pool.take_untouched()) == (2, [])
+    assert pool.allocate(after=first) == second
+    assert pool.high_water == 3, "it is touched again"

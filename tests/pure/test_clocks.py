@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,9 +91,14 @@ def called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def watched_clocks(source: str) -> list[str]:
     """The assertions of a file that compare a reading of a clock."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     timed = timed_names(tree)
     compared = [
         inner
@@ -107,7 +113,7 @@ def watched_clocks(source: str) -> list[str]:
 def short_waits(source: str) -> list[str]:
     """Sleeps, and bounds that a busy machine could reach."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.Call):
             continue
         name = called_name(node)

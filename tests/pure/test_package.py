@@ -47,13 +47,11 @@ def imported_modules() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"penstock"}
 
 
-def distribution_of(module: str) -> str:
-    known = packages_distributions().get(module, [module])
-    return canonicalize_name(MODULES.get(module, known[0]))
-
-
 def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported():
-    imported = {distribution_of(module) for module in imported_modules()}
+    brought_by = packages_distributions()
+    imported = {
+        canonicalize_name(MODULES.get(module) or brought_by.get(module, [module])[0]) for module in imported_modules()
+    }
     asked_for = names(PROJECT["dependencies"]).union(*(names(extra) for extra in EXTRAS.values()))
     assert imported - asked_for == set(), "imported, but not asked for"
     assert asked_for - imported - INDIRECT == set(), "asked for, but never imported"

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ PREPOSITIONS = re.compile(
     re.IGNORECASE,
 )
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def nodes_of(module: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse((SOURCE / module).read_text())))
 
 
 def begins_in_mid_sentence(docstring: str) -> bool:
@@ -42,13 +48,12 @@ def test_what_begins_in_mid_sentence_is_found(docstring: str, is_found: bool) ->
 
 @pytest.mark.parametrize("module", MODULES)
 def test_docstrings_do_not_begin_in_mid_sentence(module: str) -> None:
-    nodes = ast.walk(ast.parse((SOURCE / module).read_text()))
-    docstrings = [ast.get_docstring(node) for node in nodes if isinstance(node, Documented)]
+    docstrings = [ast.get_docstring(node) for node in nodes_of(module) if isinstance(node, Documented)]
     assert [text for text in docstrings if text and begins_in_mid_sentence(text)] == []
 
 
 def test_no_two_classes_have_one_name() -> None:
-    trees = [ast.parse((SOURCE / module).read_text()) for module in MODULES]
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    nodes = [node for module in MODULES for node in nodes_of(module)]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert names["Lane"] == 1  # the classes are seen
     assert [name for name, count in names.items() if count > 1] == []

@@ -218,9 +218,9 @@ def main() -> None:
     started = time.perf_counter()
     reader = adapter(settings)
     loaded = {"version": version, "load_s": time.perf_counter() - started, "library_bytes": library_bytes}
-    loaded["load_peak_bytes"] = _status_bytes("VmHWM")
     _return_freed_memory()
     loaded["loaded_bytes"] = _status_bytes("VmRSS")
+    loaded["load_peak_bytes"] = _status_bytes("VmHWM")
     print(json.dumps(loaded), file=answers, flush=True)
     for line in sys.stdin:
         ask = json.loads(line)

@@ -126,6 +126,14 @@ class BlockPool:
         while self._evict():
             pass
 
+    def take_untouched(self) -> list[tuple[int, int]]:
+        """Lists the runs (first, end) of free blocks that were touched; whoever takes them gives their memory back."""
+        runs = [(start, end) for start, end in self._free_end_by_start.items() if any(self._touched[start:end])]
+        for start, end in runs:
+            self._touched[start:end] = bytes(end - start)
+        self.high_water = sum(self._touched)
+        return runs
+
     def check(self, held: Iterable[int]) -> None:
         """Every block is owned exactly as often as it is counted, and none is lost. `held` lists each holding."""
         counts = Counter(held)

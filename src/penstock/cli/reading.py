@@ -88,6 +88,7 @@ def reading_ahead(engine: Engine, messages: list[dict[str, Any]]) -> Generator[N
         is_over.set()
         thread.join()
         engine.abort(request)
+        engine.give_back()  # what that thread freed, before another one takes as much
 
 
 def _told(event: PrefillProgress) -> list[str]:

@@ -22,6 +22,7 @@ from penstock.request import Failed, Finished, Output
 MAX_UNREAD, FEW_UNREAD = 256, 64
 # While every request rests: nobody calls when an event loop is closed.
 LONGEST_REST_S = 1.0
+IDLE_S = 3.0  # after which the memory that nobody uses is given back
 
 
 class Follower:
@@ -108,6 +109,7 @@ class AsyncEngine:
         self._reading = ThreadPoolExecutor(1, "penstock-images")
         self._is_closing = False
         self._is_draining = False
+        self._is_full = True  # of memory that could be given back
         self._end: str | None = None  # why calls are made no more; None: they are
         self._thread = threading.Thread(target=self._run, name="penstock-steps", daemon=True)
         self._thread.start()
@@ -200,6 +202,7 @@ class AsyncEngine:
                 raise EngineClosed("The engine is shutting down and takes no more requests.")
             request_id = self.engine.submit(prompt, **settings)
             self._readers[request_id] = follower
+            self._is_full = True
             return request_id
 
         return await asyncio.wrap_future(self._call(submit))
@@ -274,14 +277,18 @@ class AsyncEngine:
                 rest_s = self._rest_s()
                 if rest_s == 0:
                     return True
-                self._wakes.wait(timeout=rest_s)
+                if not self._wakes.wait(timeout=rest_s) and not scheduler.sequences:
+                    self._is_full = False
+                    self._wakes.release()  # whoever calls meanwhile does not wait for it
+                    self.engine.give_back()
+                    self._wakes.acquire()
         return True
 
     def _rest_s(self) -> float | None:
         """How long nothing can be done unless somebody calls; None: for ever."""
         sequences = self.engine.scheduler.sequences.values()
         if not sequences:
-            return None
+            return IDLE_S if self._is_full else None
         is_left = any(reader.is_gone for reader in self._readers.values())
         if is_left or any(not sequence.is_paused for sequence in sequences):
             return 0

@@ -34,7 +34,7 @@ from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.lane import Asked, LaneFacts
 from penstock.models.spec import DecoderSpec
-from penstock.plan.machine import return_freed_memory
+from penstock.plan.machine import return_freed_memory, return_pages
 from penstock.plan.pace import Pace
 from penstock.plan.prompt_plan import PromptPlan
 from penstock.prompt.source import TextPart
@@ -215,6 +215,16 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def give_back(self) -> None:
+        """Returns what is free to the system, while nothing runs: freed memory, and pages that hold nothing."""
+        storage, size = self.model.storage, self.config.block_size
+        if storage is not None and not self._flights:
+            for start, end in self.scheduler.pool.take_untouched():
+                for values in (*storage.keys, *storage.values):
+                    rows = values[start * size : end * size]
+                    return_pages(rows.data_ptr(), rows.nbytes)
+        return_freed_memory()
 
     def forget_prefixes(self) -> None:
         """Drops every prefix that no running request uses."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.errors import InvalidPrompt, PenstockError
+from penstock.errors import InvalidPrompt, PenstockError, PromptTooLong
+
+COUNTED_BYTES = 8_000_000  # what is longer is refused before its last token is counted
 
 
 class ByteMeter:
@@ -50,8 +52,22 @@ class TokenFeed:
         """Every token, for a reader that needs them all before it begins; `refuse_past` is called with the count."""
         while not self._is_exhausted:
             self._pending += self._next_batch()
-            refuse_past(len(self._pending), is_all=self._is_exhausted)
+            try:
+                refuse_past(len(self._pending), is_all=self._is_exhausted)
+            except PromptTooLong as error:
+                raise self.counted_refusal(error, refuse_past) from None
         return self.take(len(self._pending))[0]
+
+    def counted_refusal(self, error: PenstockError, refuse_past: Callable[..., None]) -> PenstockError:
+        """Finds what to say of a stream that is too long: by all of its tokens, where its end comes soon enough."""
+        num_tokens = self.num_given + len(self._pending)
+        try:
+            while not self._is_exhausted and (self.meter is None or self.meter.num_bytes_read < COUNTED_BYTES):
+                num_tokens += len(self._next_batch())
+            refuse_past(num_tokens, is_all=self._is_exhausted)
+        except PenstockError as known:
+            return known
+        return error
 
     def _next_batch(self) -> list[int]:
         """Empty at the end. What broke once looks like what has ended, and must not be taken for it."""

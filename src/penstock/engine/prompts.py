@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.feed import ByteMeter, TokenFeed, count_tokens
+from penstock.engine.feed import COUNTED_BYTES, ByteMeter, TokenFeed, count_tokens
 from penstock.engine.image_messages import Message, bare, image_parts, images_of, in_parts, with_images
 from penstock.errors import InvalidMedia, InvalidPrompt, PromptTooLong
 from penstock.lanes.lane import Asked, LaneFacts
@@ -18,7 +18,6 @@ from penstock.prompt.tokens import Tokenizer
 
 # A text, token ids, chat messages, a feed that is still being read, or what `Engine.read` made of one.
 Prompt = str | Sequence[int] | Sequence[Message] | TokenFeed | Asked
-COUNTED_BYTES = 8_000_000  # files that are longer together are refused before their last token is counted
 SEPARATOR = "\n\n"
 LONG_TEXT = 65_536  # characters; a longer one is encoded piece by piece
 MAX_CONTEXTS = 4  # that the tokens of a text could fill: the rest of it is not encoded
@@ -36,7 +35,7 @@ class PromptReader:
     refuse_too_long: Callable[..., None]  # given a number of tokens, and whether that is all of them
     capacity: int
 
-    def ask(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int]) -> Asked:
+    def ask(self, prompt: Prompt, images: Sequence[Any], answer_start: str | Sequence[int], **variables: Any) -> Asked:
         """What the lane is asked. A text has a placeholder for each image; messages have image parts."""
         if isinstance(prompt, Asked):
             return prompt
@@ -46,7 +45,7 @@ class PromptReader:
             start = self.known_ids(answer_start)
         if isinstance(prompt, TokenFeed):
             return Asked(images=tuple(images), answer_start=tuple(start))
-        text, found, adds_special = self._text(prompt, images)
+        text, found, adds_special = self._text(prompt, images, variables)
         if found and (self.reads_images or text is None):
             return Asked(text=text or "", images=found, adds_special_tokens=adds_special, answer_start=tuple(start))
         if text is None:
@@ -55,13 +54,15 @@ class PromptReader:
             tokens = self.known(self._encoded(text, add_special_tokens=adds_special))
         return Asked(tokens=tuple(tokens), images=found, answer_start=tuple(start))
 
-    def _text(self, prompt: Any, images: Sequence[Any]) -> tuple[str | None, tuple[Any, ...], bool]:
+    def _text(
+        self, prompt: Any, images: Sequence[Any], variables: Mapping[str, Any]
+    ) -> tuple[str | None, tuple[Any, ...], bool]:
         """Finds (the text of a prompt, its images in order, whether special tokens are added); no text of token ids."""
         if isinstance(prompt, str):
             return prompt, tuple(images), True
         messages = _messages(prompt)
         if messages and self.reads_images:
-            return self._rendered_with_images(messages, images)
+            return self._rendered_with_images(messages, images, **variables)
         if messages:
             found = tuple(images) or tuple(part for message in messages for part in image_parts(message))
             return (None if found else self.rendered(messages)), found, False
@@ -149,11 +150,11 @@ class PromptReader:
         return self._feed([TextPart.of_text(rendered)], ("", ""), (note,), add_special_tokens=False)
 
     def _rendered_with_images(
-        self, messages: Sequence[Message], images: Sequence[Any]
+        self, messages: Sequence[Message], images: Sequence[Any], **variables: Any
     ) -> tuple[str, tuple[Any, ...], bool]:
         """Renders messages to (text, its images in order, whether special tokens are to be added)."""
         opened = with_images(messages, images)
-        text = self.rendered([bare(message) for message in opened])
+        text = self.rendered([bare(message) for message in opened], **variables)
         return text, tuple(images_of(opened)), not self._begins_with_bos(text)
 
     def _feed(
@@ -171,18 +172,13 @@ class PromptReader:
             to_the_end = num_bytes <= COUNTED_BYTES
             feed.num_total = count_tokens(counted, refuse_past=self.refuse_too_long, to_the_end=to_the_end)
         elif self.needs_length:
-            tokens = [token for batch in batches for token in self._bounded(batch, feed)]
+            tokens = feed.take_all(self.refuse_too_long)
             feed = TokenFeed(batches=iter([tokens]), num_total=len(tokens), adjustments=notes)
         return feed
 
     def _surely_fits(self, num_bytes: int) -> bool:
         """No token is shorter than a byte, unless a normalizer adds text."""
         return not self.tokenizer.normalizes and num_bytes + len(self.text_tokens("")) < self.capacity
-
-    def _bounded(self, batch: list[int], feed: TokenFeed) -> list[int]:
-        feed.num_given += len(batch)
-        self.refuse_too_long(feed.num_given, is_all=False)
-        return batch
 
 
 def load_tokenizer(files: ModelFiles) -> TokenizerParts:

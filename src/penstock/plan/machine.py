@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import sys
@@ -93,6 +94,14 @@ def return_freed_memory() -> None:
     """Gives what was freed back to the system."""
     if malloc_trim := _libc_function("malloc_trim"):
         malloc_trim(0)
+
+
+def return_pages(address: int, num_bytes: int) -> None:
+    """Gives the whole pages of a mapping of our own back; they are zeros when they are touched again."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end and (madvise := _libc_function("madvise")):
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def _libc_function(name: str) -> Any:

@@ -122,7 +122,7 @@ class Front(Service):
                     tokens = self.prompts.text_tokens(prompt) if isinstance(prompt, str) else prompt
                 else:
                     tokens, _ = prompt_of(self, ask)
-        if load is None or not tokens or not isinstance(tokens[0], int):
+        if load is None or not tokens or not isinstance(tokens, list):
             return Wanted(num_tokens=1)
         return Wanted.of(cast("list[int]", tokens), root_hash(load.identity, load.rotary, scope), load.block_size)
 

@@ -32,7 +32,7 @@ class Choice:
     """One answer that the request asks for, and what came of it so far."""
 
     index: int
-    prompt: Any  # tokens, or messages that the engine reads itself
+    prompt: Any  # tokens, or what the engine makes tokens of
     reader: AnswerReader
     news: list[AnswerEvent] = field(default_factory=list[AnswerEvent])  # what its last event brought
     written: WrittenAnswer = field(default_factory=WrittenAnswer)  # what all of them came to
@@ -259,8 +259,8 @@ class Run:
 
 
 def _num_tokens(prompt: Any) -> int:
-    """Counts the tokens of a prompt; 0 where it is messages, which the engine reads itself."""
-    return len(prompt) if not prompt or isinstance(prompt[0], int) else 0
+    """Counts the tokens of a prompt; 0 where it has images, whose tokens the engine counts."""
+    return len(prompt) if isinstance(prompt, list) else 0
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -6,7 +6,7 @@ import json
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.server.openai.asks import (
     FIRST_MISTAKE,
@@ -15,8 +15,10 @@ from penstock.server.openai.asks import (
     ChunkSize,
     JsonObject,
     OtherTool,
+    Said,
+    TextOr,
+    Thinking,
     kinds,
-    text_or_items,
 )
 from penstock.server.openai.chat_asks import MAX_TOOLS, ChatAsk
 from penstock.server.problems import Refused
@@ -25,10 +27,7 @@ BILLING = "x-anthropic-billing-header"  # differs from request to request, and w
 BETWEEN = "\n"  # blocks of the user and of the system
 
 
-class Block(BaseModel):
-    """Something said before, as clients keep it; what nobody reads of it is left out."""
-
-    model_config = ConfigDict(strict=True)
+class Block(Said):
     cache_control: JsonObject | None = None
 
 
@@ -79,7 +78,9 @@ class OtherBlock(OtherTool):
     @field_validator("type")
     @classmethod
     def _check_type(cls, value: str) -> str:
-        if value in ("redacted_thinking", "server_tool_use", "tool_reference") or value.endswith("_tool_result"):
+        if value in ("redacted_thinking", "server_tool_use", "mcp_tool_use", "tool_reference") or value.endswith(
+            "_tool_result"
+        ):
             return value
         raise ValueError("blocks of this type are not read; send their text")
 
@@ -93,7 +94,7 @@ Shown = Annotated[
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[Shown], FIRST_MISTAKE] | None = None
+    content: TextOr[Shown] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": _chat_content(self.content or "")}
@@ -108,14 +109,11 @@ AnyBlock = Annotated[
     | Annotated[OtherBlock, Tag("other")],
     Discriminator(kinds("text", "image", "tool_use", "tool_result", "thinking")),
 ]
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[AnyBlock], FIRST_MISTAKE, Tag("items")], Discriminator(text_or_items)
-]
 
 
 class AnthropicMessage(Block):
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: TextOr[AnyBlock]
 
     @property
     def blocks(self) -> list[Any]:
@@ -194,10 +192,6 @@ class ToolChoice(Ask):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(Block):
-    type: Literal["enabled", "disabled", "adaptive"]
-
-
 class OutputFormat(Block):
     type: Literal["json_schema"]
     schema_: Annotated[JsonObject, Field(alias="schema")]
@@ -224,13 +218,15 @@ class Thread(Ask):
 class CountAsk(Ask):
     """A conversation. What it brings beside that is metadata: it changes nothing."""
 
+    model_config = ConfigDict(extra="ignore")
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1), FIRST_MISTAKE]
-    system: str | Annotated[list[TextBlock], FIRST_MISTAKE] | None = None
+    system: TextOr[TextBlock] | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS), FIRST_MISTAKE] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # where it was first
     chat_template_kwargs: JsonObject | None = None
     metadata: JsonObject | None = None
     cache_control: JsonObject | None = None
@@ -257,7 +253,7 @@ class CountAsk(Ask):
 
     def _asked(self) -> dict[str, Any]:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
-        form = config.format and {"name": "answer", "schema": config.format.schema_}
+        form = config.format or self.output_format
         return {
             "model": self.model,
             "messages": [*self._system(), *(turn for message in self.messages for turn in message.for_chat())],
@@ -267,10 +263,8 @@ class CountAsk(Ask):
             "tool_choice": choice and choice.for_chat(),
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "reasoning_effort": config.effort,
-            "enable_thinking": None
-            if self.thinking is None or self.thinking.type == "adaptive"
-            else self.thinking.type == "enabled",
-            "response_format": form and {"type": "json_schema", "json_schema": form},
+            "thinking": self.thinking,
+            "response_format": form and {"type": "json_schema", "schema": form.schema_},
             "chat_template_kwargs": self.chat_template_kwargs,
         }
 
@@ -281,6 +275,7 @@ class CountAsk(Ask):
 
 
 class MessagesAsk(CountAsk):
+    model_config = ConfigDict(extra="forbid")
     max_tokens: Annotated[int, Field(ge=1)]
     thread: Thread | None = None
     temperature: float | None = 1.0

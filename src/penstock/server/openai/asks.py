@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from penstock.request import SamplingParams
 
@@ -30,6 +30,11 @@ def text_or_items(value: Any) -> Literal["text", "items"]:
     """Tells a text from a list by its type, so that a mistake in an item is told as one."""
     return "text" if isinstance(value, str) else "items"
 
+
+Part = TypeVar("Part")
+TextOr = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], FIRST_MISTAKE, Tag("items")], Discriminator(text_or_items)
+]
 
 MAX_DEPTH = 64
 _SAMPLED = {field.name for field in fields(SamplingParams)}
@@ -54,6 +59,12 @@ def listed(texts: Any) -> list[str | list[int]]:
     return [texts] if isinstance(texts, str) or isinstance(texts[0], int) else list(texts)
 
 
+# What other servers are asked by these names, and with these values, is done here anyway.
+_TRUE = "add_generation_prompt cache_prompt include_reasoning separate_reasoning skip_special_tokens"
+_FALSE = "continue_final_message include_stop_str_in_output spaces_between_special_tokens use_beam_search"
+AS_IT_IS = {"top_logprobs": 0} | dict.fromkeys(_TRUE.split(), True) | dict.fromkeys(_FALSE.split(), False)
+
+
 class Ask(BaseModel):
     """Types are taken as they are: a number in quotes is no number."""
 
@@ -62,15 +73,21 @@ class Ask(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty_unknowns(cls, values: Any) -> Any:
-        """An unknown field that holds nothing asks for nothing."""
+        """An unknown field that holds nothing, or what holds without it, asks for nothing."""
         if not isinstance(values, dict):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {
             name: value
             for name, value in values.items()
-            if name in known or not (value is None or value == [] or value == {})
+            if name in known or not (value is None or value == [] or value == {} or value is AS_IT_IS.get(name, ...))
         }
+
+
+class Said(BaseModel):
+    """Something said before, or offered, as clients keep it; what no model reads of it, such as ids, is left out."""
+
+    model_config = ConfigDict(strict=True)
 
 
 class InertFields(Ask):
@@ -86,6 +103,17 @@ class InertFields(Ask):
     prompt_cache_retention: str | None = None
     cache_control: JsonObject | None = None
     verbosity: str | None = None
+    usage: JsonObject | None = None  # whether to count tokens, which is always done
+
+
+class Thinking(Said):
+    """Whether the model should think; how long is its own affair."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+    @property
+    def is_wanted(self) -> bool | None:
+        return None if self.type == "adaptive" else self.type == "enabled"
 
 
 class Reasoning(BaseModel):
@@ -118,7 +146,7 @@ tool_kind = kinds("function", otherwise="function")
 
 class StreamOptions(Ask):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 

@@ -20,55 +20,58 @@ from penstock.server.openai.asks import (
     JsonObject,
     OtherTool,
     Reasoning,
+    Said,
     SamplingFields,
+    TextOr,
+    Thinking,
     shallow,
     tool_kind,
 )
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_MARKS = 4  # by which clients say where prompts part; of more, the last
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
 
-class GivenText(Ask):
+class GivenText(Said):
     type: Literal["text"]
     text: str
     cache_control: JsonObject | None = None
 
 
-class ImageUrl(Ask):
+class ImageUrl(Said):
     url: str
-    detail: str | None = None
 
 
-class ImagePart(Ask):
+class ImagePart(Said):
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | str
     cache_control: JsonObject | None = None
 
 
-class GivenFunction(Ask):
+AnyPart = Annotated[GivenText | ImagePart, Discriminator("type")]
+
+
+class GivenFunction(Said):
     name: str
-    arguments: str
+    arguments: str | JsonObject
 
 
-class GivenCall(Ask):
-    id: str
-    type: Literal["function"] = "function"
+class GivenCall(Said):
+    id: str = ""
     function: GivenFunction
-    index: int | None = None
 
 
-class GivenMessage(Ask):
+class GivenMessage(Said):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[GivenText | ImagePart], FIRST_MISTAKE] | None = None
+    content: TextOr[AnyPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[GivenCall], FIRST_MISTAKE] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # what the model thought before, for templates that print it again
     reasoning: str | None = None  # the same, as others call it
-    reasoning_details: Annotated[list[JsonObject], FIRST_MISTAKE] | None = None
+    prefix: Literal[False] | None = None  # whether the answer goes on from here, which none does
     cache_control: JsonObject | None = None
 
     @property
@@ -91,7 +94,7 @@ class GivenMessage(Ask):
             message["content"] = [_part(part, max_image_bytes) for part in self.content]
         elif isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content if isinstance(part, GivenText))
-        elif self.content is None and not self.tool_calls:
+        elif self.content is None and self.role not in ("assistant", "tool"):
             raise InvalidPrompt(f"A message of the {self.role} has no content. Give it a text.")
         else:
             message["content"] = self.content or ""
@@ -108,7 +111,8 @@ class GivenMessage(Ask):
 def _part(part: GivenText | ImagePart, max_image_bytes: int) -> dict[str, Any]:
     if isinstance(part, GivenText):
         return {"type": "text", "text": part.text}
-    return {"type": "image", "image": _image_bytes(part.image_url.url, max_image_bytes)}
+    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+    return {"type": "image", "image": _image_bytes(url, max_image_bytes)}
 
 
 def _image_bytes(url: str, max_bytes: int) -> bytes:
@@ -128,11 +132,12 @@ def _image_bytes(url: str, max_bytes: int) -> bytes:
 
 
 def _call(call: GivenCall, arguments_as_text: bool) -> dict[str, Any]:
-    written = call.function.arguments or "{}"
+    given = call.function.arguments or "{}"
+    written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
         arguments = shallow(json.loads(written))
-    except json.JSONDecodeError:
-        raise InvalidPrompt(f"The arguments of the call {call.id!r} are no JSON. Send them as they came.") from None
+    except json.JSONDecodeError:  # a call that was cut, say, and that the model is told of
+        arguments = {"arguments": written}
     except (RecursionError, ValueError):
         raise InvalidPrompt(
             f"The arguments of the call {call.id!r} are nested deeper than {MAX_DEPTH} levels, or hold a number of "
@@ -145,7 +150,7 @@ def _call(call: GivenCall, arguments_as_text: bool) -> dict[str, Any]:
 Messages = Annotated[list[GivenMessage], Field(min_length=1, fail_fast=True)]
 
 
-class Function(Ask):
+class Function(Said):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: JsonObject | None = None
@@ -156,7 +161,7 @@ class Function(Ask):
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Tool(Ask):
+class Tool(Said):
     type: Literal["function"]
     function: Function
     cache_control: JsonObject | None = None
@@ -187,19 +192,20 @@ class NamedSchema(Ask):
 class ResponseFormat(Ask):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None  # where others have it
 
     @model_validator(mode="after")
     def _check_schema(self) -> Any:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        is_given = self.json_schema is not None or self.schema_ is not None
+        if is_given if self.type == "text" else self.type == "json_schema" and not is_given:
             raise ValueError("type json_schema goes with json_schema: {name, schema}")
         return self
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """Finds the schema that the answer keeps to; None means any text."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        return {"type": "object"} if schema is None and self.type == "json_object" else schema
 
 
 class ChatAsk(SamplingFields):
@@ -215,12 +221,13 @@ class ChatAsk(SamplingFields):
     reasoning: Reasoning | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: JsonObject | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Any:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs go with logprobs: true")
         if taken := OWN_VARIABLES & (self.chat_template_kwargs or {}).keys():
             raise ValueError(f"chat_template_kwargs has {min(taken)!r}, which the server sets itself")
@@ -256,7 +263,9 @@ class ChatAsk(SamplingFields):
     def knobs(self) -> dict[str, Any]:
         """Gives what the template is told if it asks: how much to think, and what its own variables should be."""
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
-        thinks = effort != "none" if self.enable_thinking is None and effort is not None else self.enable_thinking
+        thinks = self.thinking.is_wanted if self.thinking else self.enable_thinking
+        if thinks is None and effort is not None:
+            thinks = effort != "none"
         given = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 

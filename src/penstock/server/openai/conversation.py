@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.answer.grammar import GrammarWriter
 from penstock.answer.reader import AnswerFormat
+from penstock.engine.engine import Prompt
 from penstock.errors import InvalidPrompt
 from penstock.server.openai.chat_asks import ChatAsk, GivenMessage
 from penstock.server.run import Run
@@ -44,28 +45,25 @@ async def num_tokens(service: Service, ask: ChatAsk) -> int:
     return await service.engine.num_tokens(prompt)
 
 
-def prompt_of(service: Service, ask: ChatAsk) -> tuple[list[int] | list[dict[str, Any]], AnswerFormat]:
-    """Gives tokens, and how the answer will be read; messages with images go to the engine as they are."""
+def prompt_of(service: Service, ask: ChatAsk) -> tuple[Prompt, AnswerFormat]:
+    """Gives tokens, or a text and the images in it, and how the answer will be read."""
     reader, forms = service.prompts, service.forms
-    messages = service.messages(ask.messages)
-    if any(message.has_images for message in ask.messages):
-        if ask.offered_tools:
-            raise InvalidPrompt("Tools beside images are not read. Leave the tools or the images out.")
-        return messages, forms.answer_format(forms.prompt, None)
-    if not ask.offered_tools:
-        text = reader.rendered(messages, **_variables(service, ask))
-        return reader.rendered_tokens(text), forms.answer_format(text, None)
-    if not forms.shows_tools:
+    messages, tools = service.messages(ask.messages), ask.offered_tools
+    if tools and not forms.shows_tools:
         raise InvalidPrompt("The model's chat template has no place for tools. Take another model, or leave them out.")
-    if forms.calls is None:
+    if tools and forms.calls is None:
         raise InvalidPrompt(
             "The model's chat template shows no form of calls that is known here. Name one by --tool-parser when the "
             "server is started, or leave the tools out."
         )
-    text = reader.rendered(messages, **_variables(service, ask))
-    schemas = {tool.function.name: tool.function.schema_of_arguments for tool in ask.offered_tools}
-    form = forms.answer_format(text, schemas, takes_one_call=ask.parallel_tool_calls is False)
-    return reader.rendered_tokens(text), form
+    if any(message.has_images for message in ask.messages):
+        prompt = reader.ask(messages, (), (), **_variables(service, ask))
+        text = prompt.text
+    else:
+        text = reader.rendered(messages, **_variables(service, ask))
+        prompt = reader.rendered_tokens(text)
+    schemas = {tool.function.name: tool.function.schema_of_arguments for tool in tools} if tools else None
+    return prompt, forms.answer_format(text, schemas, takes_one_call=ask.parallel_tool_calls is False)
 
 
 def _variables(service: Service, ask: ChatAsk) -> dict[str, Any]:
@@ -75,9 +73,9 @@ def _variables(service: Service, ask: ChatAsk) -> dict[str, Any]:
     return {name: value for name, value in ask.knobs.items() if name in known} | ({"tools": tools} if tools else {})
 
 
-def _forks(service: Service, ask: ChatAsk, prompt: list[Any]) -> list[int]:
+def _forks(service: Service, ask: ChatAsk, prompt: Prompt) -> list[int]:
     """Finds after how many tokens other prompts part from this one: what it shares with a conversation that does."""
-    if not isinstance(prompt[0], int):
+    if not isinstance(prompt, list):
         return []
     found: list[int] = []
     for num_messages in ask.forks:

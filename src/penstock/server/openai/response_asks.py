@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.server.openai.asks import (
     FIRST_MISTAKE,
@@ -15,7 +15,9 @@ from penstock.server.openai.asks import (
     JsonObject,
     OtherTool,
     Reasoning,
+    Said,
     StreamOptions,
+    TextOr,
     kinds,
     text_or_items,
     tool_kind,
@@ -23,13 +25,7 @@ from penstock.server.openai.asks import (
 from penstock.server.openai.chat_asks import ChatAsk
 
 
-class GivenItem(BaseModel):
-    """Something said before, as clients keep it; what no model reads of it, such as ids, is left out."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class InputText(GivenItem):
+class InputText(Said):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -37,7 +33,7 @@ class InputText(GivenItem):
         return {"type": "text", "text": self.text}
 
 
-class InputImage(GivenItem):
+class InputImage(Said):
     type: Literal["input_image"]
     image_url: str
 
@@ -45,10 +41,15 @@ class InputImage(GivenItem):
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-Content = str | Annotated[list[InputText | InputImage], FIRST_MISTAKE]
+Content = TextOr[
+    Annotated[
+        Annotated[InputText, Tag("other")] | Annotated[InputImage, Tag("input_image")],
+        Discriminator(kinds("input_image")),
+    ]
+]
 
 
-class InputMessage(GivenItem):
+class InputMessage(Said):
     type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
@@ -57,12 +58,12 @@ class InputMessage(GivenItem):
         return {"role": self.role, "content": _chat_content(self.content)}
 
 
-class ReasoningText(GivenItem):
+class ReasoningText(Said):
     type: Literal["reasoning_text", "text"]
     text: str
 
 
-class ReasoningItem(GivenItem):
+class ReasoningItem(Said):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], FIRST_MISTAKE] | None = None
     encrypted_content: str | None = None
@@ -72,7 +73,7 @@ class ReasoningItem(GivenItem):
         return {"role": "assistant", "reasoning_content": thoughts}
 
 
-class GivenCallItem(GivenItem):
+class GivenCallItem(Said):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -83,7 +84,7 @@ class GivenCallItem(GivenItem):
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
 
 
-class CallOutputItem(GivenItem):
+class CallOutputItem(Said):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -119,7 +120,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Ask):
+class FunctionTool(Said):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -154,9 +155,7 @@ class TextFormat(Ask):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        if self.schema_ is None:
-            return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_}}
+        return {"type": self.type, "schema": self.schema_}
 
 
 class TextOptions(Ask):
