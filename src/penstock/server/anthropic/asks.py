@@ -12,10 +12,10 @@ from penstock.server.openai.asks import (
     FIRST_MISTAKE,
     MAX_STOPS,
     Ask,
+    Block,
     ChunkSize,
     JsonObject,
     OtherTool,
-    Said,
     TextOr,
     Thinking,
     kinds,
@@ -25,10 +25,6 @@ from penstock.server.problems import Refused
 
 BILLING = "x-anthropic-billing-header"  # differs from request to request, and would end every shared prefix
 BETWEEN = "\n"  # blocks of the user and of the system
-
-
-class Block(Said):
-    cache_control: JsonObject | None = None
 
 
 class TextBlock(Block):
@@ -78,9 +74,7 @@ class OtherBlock(OtherTool):
     @field_validator("type")
     @classmethod
     def _check_type(cls, value: str) -> str:
-        if value in ("redacted_thinking", "server_tool_use", "mcp_tool_use", "tool_reference") or value.endswith(
-            "_tool_result"
-        ):
+        if value in ("redacted_thinking", "tool_reference") or value.endswith(("_tool_use", "_tool_result")):
             return value
         raise ValueError("blocks of this type are not read; send their text")
 

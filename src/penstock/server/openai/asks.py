@@ -90,6 +90,10 @@ class Said(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class Block(Said):
+    cache_control: JsonObject | None = None
+
+
 class InertFields(Ask):
     """Who asks, how it is filed and what another server should keep; none of it reaches the model."""
 

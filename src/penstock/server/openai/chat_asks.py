@@ -17,6 +17,7 @@ from penstock.server.openai.asks import (
     FIRST_MISTAKE,
     MAX_DEPTH,
     Ask,
+    Block,
     JsonObject,
     OtherTool,
     Reasoning,
@@ -34,20 +35,18 @@ OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", flags=re.IGNORECASE)
 
 
-class GivenText(Said):
+class GivenText(Block):
     type: Literal["text"]
     text: str
-    cache_control: JsonObject | None = None
 
 
 class ImageUrl(Said):
     url: str
 
 
-class ImagePart(Said):
+class ImagePart(Block):
     type: Literal["image_url"]
     image_url: ImageUrl | str
-    cache_control: JsonObject | None = None
 
 
 AnyPart = Annotated[GivenText | ImagePart, Discriminator("type")]
@@ -63,7 +62,7 @@ class GivenCall(Said):
     function: GivenFunction
 
 
-class GivenMessage(Said):
+class GivenMessage(Block):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextOr[AnyPart] | None = None
     name: str | None = None
@@ -72,7 +71,6 @@ class GivenMessage(Said):
     reasoning_content: str | None = None  # what the model thought before, for templates that print it again
     reasoning: str | None = None  # the same, as others call it
     prefix: Literal[False] | None = None  # whether the answer goes on from here, which none does
-    cache_control: JsonObject | None = None
 
     @property
     def has_images(self) -> bool:
@@ -161,10 +159,9 @@ class Function(Said):
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Tool(Said):
+class Tool(Block):
     type: Literal["function"]
     function: Function
-    cache_control: JsonObject | None = None
 
     def for_template(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}, "cache_control": True})
@@ -179,7 +176,12 @@ class ChosenName(Ask):
 
 class ChosenTool(Ask):
     type: Literal["function"]
-    function: ChosenName
+    function: ChosenName | None = None
+    name: str | None = None  # where responses have it
+
+    @property
+    def chosen(self) -> str | None:
+        return self.function.name if self.function else self.name
 
 
 class NamedSchema(Ask):
@@ -192,7 +194,10 @@ class NamedSchema(Ask):
 class ResponseFormat(Ask):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None  # where others have it
+    name: str | None = None  # these where responses have them
+    description: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> Any:
@@ -234,7 +239,7 @@ class ChatAsk(SamplingFields):
         if self.wants_call and not self.offered_tools:
             raise ValueError("tool_choice goes with tools that are functions")
         if isinstance(self.tool_choice, ChosenTool) and not self.callable_functions:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+            raise ValueError(f"tool_choice names {self.tool_choice.chosen!r}, which is not among the tools")
         if self.schema_of_answer is not None and self.wants_call:
             raise ValueError("response_format and a required tool exclude each other")
         return self
@@ -278,7 +283,7 @@ class ChatAsk(SamplingFields):
         """Lists the functions that a required call may name."""
         functions = [tool.function for tool in self.offered_tools]
         if isinstance(self.tool_choice, ChosenTool):
-            return [function for function in functions if function.name == self.tool_choice.function.name]
+            return [function for function in functions if function.name == self.tool_choice.chosen]
         return functions
 
     def sampling(self, capacity: int, grammar: str | None) -> SamplingParams:

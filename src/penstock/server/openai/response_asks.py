@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from penstock.server.openai.asks import (
     FIRST_MISTAKE,
@@ -19,10 +19,9 @@ from penstock.server.openai.asks import (
     StreamOptions,
     TextOr,
     kinds,
-    text_or_items,
     tool_kind,
 )
-from penstock.server.openai.chat_asks import ChatAsk
+from penstock.server.openai.chat_asks import ChatAsk, ChosenTool, ResponseFormat
 
 
 class InputText(Said):
@@ -114,11 +113,6 @@ Item = Annotated[
     Discriminator(kinds("message", "reasoning", "function_call", "function_call_output", otherwise="message")),
 ]
 
-Input = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("items")],
-    Discriminator(text_or_items),
-]
-
 
 class FunctionTool(Said):
     type: Literal["function"]
@@ -136,42 +130,20 @@ AnyTool = Annotated[
 ]
 
 
-class NamedTool(Ask):
-    type: Literal["function"]
-    name: str
-
-
-class TextFormat(Ask):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> Any:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("type json_schema goes with a name and a schema")
-        return self
-
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "schema": self.schema_}
-
-
 class TextOptions(Ask):
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: str | None = None
 
 
 class ResponseAsk(InertFields):
     model: str
-    input: Input
+    input: TextOr[Item]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     tools: Annotated[list[AnyTool], FIRST_MISTAKE] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -187,7 +159,6 @@ class ResponseAsk(InertFields):
 
     def as_chat(self, before: list[dict[str, Any]]) -> ChatAsk:
         """Asks as a chat that goes on after the messages of an earlier response."""
-        choice = self.tool_choice
         asked: dict[str, Any] = {
             "model": self.model,
             "messages": [*self._first(), *turns_of([*before, *self.given_messages()])],
@@ -199,13 +170,11 @@ class ResponseAsk(InertFields):
             "tools": [tool.for_chat() if isinstance(tool, FunctionTool) else {"type": tool.type} for tool in self.tools]
             if self.tools
             else None,
-            "tool_choice": {"type": "function", "function": {"name": choice.name}}
-            if isinstance(choice, NamedTool)
-            else choice,
+            "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
+            "reasoning": self.reasoning,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
+            "response_format": self.text and self.text.format,
         }
         return ChatAsk.model_validate(asked)
 
