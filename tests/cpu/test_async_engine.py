@@ -294,6 +294,15 @@ def test_steps_go_on_while_the_pictures_of_another_are_scaled(load_vision):
     assert went_on == [True]
 
 
+def test_forgotten_prefixes_hold_no_memory(load):
+    engine = load(chunk_size=16, context=4096)
+    pages = [*engine.model.storage.keys, *engine.model.storage.values]
+    engine.generate(prompt(1000), max_tokens=1)
+    assert all(values.any() for values in pages)
+    engine.forget_prefixes()
+    assert not any(values.any() for values in pages)
+
+
 def test_an_engine_at_rest_gives_back_what_is_free_and_reads_as_before(load, monkeypatch):
     monkeypatch.setattr(async_engine, "IDLE_S", 0.01)
     inner = load(chunk_size=16, prefix_cache=False)

@@ -231,6 +231,8 @@ class Engine:
         for kept in (self.scheduler.prefix, self.states):
             if kept is not None:
                 kept.clear()
+        if not self.scheduler.sequences:
+            self.give_back()
 
     def pin(self, tokens: Sequence[int], *, for_s: float, most_bytes: int | None = None, scope: str = "") -> int:
         """Spares what is known of a prefix from eviction for a while; says how many tokens that are.
