@@ -536,3 +536,11 @@ def test_a_chat_answers_questions_about_itself(chat_folder):
 
 def test_threads_default_to_physical_cores():
     assert 1 <= num_physical_cores() <= os.cpu_count()
+
+
+def test_a_full_disk_is_told_in_one_sentence(tiny_folder):
+    command = [sys.executable, "-m", "penstock.cli.main", "plan", tiny_folder, "--prompt-tokens", "5"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("penstock: No space is left on the device")

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tokenizers_for_tests as kinds
 
 from penstock.errors import InvalidPrompt, UnsupportedModel
+from penstock.prompt import tokens
 from penstock.prompt.cuts import Cuts
 from penstock.prompt.pattern import Pattern, UnreadablePattern
 from penstock.prompt.tokens import ADDED, MODEL_SETTINGS, Tokenizer, _without_vocabulary
@@ -214,6 +215,16 @@ UNCUTTABLE = {
     "whole texts looked up": whole_texts_looked_up,
     "dropout": dropout,
 }
+
+
+@pytest.mark.parametrize("is_cuttable", [True, False])
+def test_what_can_be_cut_nowhere_is_refused_before_it_fills_the_memory(is_cuttable, monkeypatch):
+    monkeypatch.setattr(tokens, "MOST_UNCUT", 200_000)
+    tokenizer = Tokenizer(with_parts() if is_cuttable else whole_texts_looked_up())
+    assert tokenizer.streaming.cuttable == is_cuttable
+    pieces = itertools.repeat("a" * 10_000)
+    with pytest.raises(InvalidPrompt, match="more than 200,000 characters in a row"):
+        streamed(tokenizer, pieces)
 
 
 @pytest.mark.parametrize("name", UNCUTTABLE)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
+import os
 import sys
 from typing import Annotated
 
@@ -58,6 +60,13 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; there is nobody to tell
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(
+            "penstock: No space is left on the device that this writes to. Make room, or write elsewhere.", err=True
+        )
+        os._exit(EXIT_REFUSED)  # what standard output still holds cannot be written either
 
 
 if __name__ == "__main__":

@@ -55,14 +55,16 @@ class TokenFeed:
             try:
                 refuse_past(len(self._pending), is_all=self._is_exhausted)
             except PromptTooLong as error:
-                raise self.counted_refusal(error, refuse_past) from None
+                raise self.told_refusal(error, refuse_past) from None
         return self.take(len(self._pending))[0]
 
-    def counted_refusal(self, error: PenstockError, refuse_past: Callable[..., None]) -> PenstockError:
+    def told_refusal(self, error: PenstockError, refuse_past: Callable[..., None]) -> PenstockError:
         """Finds what to say of a stream that is too long: by all of its tokens, where its end comes soon enough."""
-        num_tokens = self.num_given + len(self._pending)
+        if not isinstance(error, PromptTooLong):
+            return error
+        num_tokens, meter = self.num_given + len(self._pending), self.meter
         try:
-            while not self._is_exhausted and (self.meter is None or self.meter.num_bytes_read < COUNTED_BYTES):
+            while not self._is_exhausted and (meter is None or meter.num_bytes_read < COUNTED_BYTES):
                 num_tokens += len(self._next_batch())
             refuse_past(num_tokens, is_all=self._is_exhausted)
         except PenstockError as known:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.engine.active import Active
 from penstock.engine.intake import Intake
-from penstock.errors import InvalidMedia, InvalidPrompt, PenstockError, PromptTooLong
+from penstock.errors import InvalidMedia, InvalidPrompt, PenstockError
 from penstock.lanes.lane import Lane
 from penstock.plan.machine import return_freed_memory
 from penstock.request import Sequence
@@ -56,11 +56,8 @@ class Feeding:
                     if is_last and not active.feed.num_given:
                         raise InvalidPrompt("The prompt is empty: what was read has 0 tokens. Give at least 1.")
                     self.scheduler.extend_prompt(sequence.id, self.intake.prompts.known(tokens), is_last=is_last)
-                except PromptTooLong as error:
-                    self.fail(sequence.id, active.feed.counted_refusal(error, self.intake.refuse_too_long))
-                    break
                 except PenstockError as error:
-                    self.fail(sequence.id, error)
+                    self.fail(sequence.id, active.feed.told_refusal(error, self.intake.refuse_too_long))
                     break
 
     def _num_missing(self, sequence: Sequence) -> int:

@@ -17,6 +17,7 @@ from penstock.prompt.detokenizer import Detokenizer, decodes_by_token
 MODEL_SETTINGS = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 ADDED = ("content", "special", "normalized", "lstrip", "rstrip")
 _BLOCK_CHARACTERS = 16_384  # a longer piece is taken in blocks, so that memory does not follow its length
+MOST_UNCUT = 16_000_000  # characters that are encoded in one piece; they take gigabytes and half a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,11 @@ class Tokenizer:
     def stream(self, pieces: Iterable[str], *, add_special_tokens: bool) -> Iterator[list[int]]:
         """Ids as the text arrives; joined, they are those of `encode` on the joined pieces."""
         if self._cuts is None:
-            yield self.encode("".join(pieces), add_special_tokens=add_special_tokens)
+            text = ""
+            for block in _blocks(pieces):
+                text += block
+                _require_short(len(text))
+            yield self.encode(text, add_special_tokens=add_special_tokens)
             return
         if add_special_tokens and self._affixes.prefix:
             yield list(self._affixes.prefix)
@@ -121,6 +126,7 @@ class Tokenizer:
         before, text, searched = "", "", 0
         for block in _blocks(pieces):
             text += block
+            _require_short(len(text))
             cut = cuts.last_in(text, searched)
             if cut is None:
                 searched = max(len(text) - 2, 0)
@@ -166,6 +172,15 @@ def _blocks(pieces: Iterable[str]) -> Iterator[str]:
             raise InvalidPrompt(_not_text(piece))
         for start in range(0, len(piece), _BLOCK_CHARACTERS):
             yield piece[start : start + _BLOCK_CHARACTERS]
+
+
+def _require_short(num_characters: int) -> None:
+    """Refuses what must be encoded in one piece before it fills the memory."""
+    if num_characters > MOST_UNCUT:
+        raise InvalidPrompt(
+            f"The text has more than {MOST_UNCUT:,} characters in a row between which it cannot be cut into tokens. "
+            "Shorten them, or break their line."
+        )
 
 
 def _not_text(value: object) -> str:
