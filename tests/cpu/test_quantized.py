@@ -22,6 +22,7 @@ from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 PROMPT = prompt(150)
 OURS = (Type.Q8_0, Type.Q4_1)
 MIXED = (Type.Q4_K, Type.Q4_K, Type.Q6_K), (Type.Q5_0, Type.Q8_0), (Type.Q2_K, Type.IQ4_XS, Type.Q3_K)
+ROUNDED = 2e-4  # of the largest output: inputs beside codes are whole numbers of 12 to 15 bits where sums are wide
 LARGEST_RATIO = 1.02  # of bytes held to bytes in a file
 needs_kernels = pytest.mark.usefixtures("compiled")
 
@@ -29,6 +30,12 @@ needs_kernels = pytest.mark.usefixtures("compiled")
 @pytest.fixture(autouse=True)
 def wanted():
     build.use("auto")
+
+
+def bound():
+    """Beside codes inputs are rounded where they become whole numbers, less than bfloat16 rounded them."""
+    instructions = build.kernels().instructions
+    return 4e-6 if instructions is None or instructions.id == "avx512" else ROUNDED
 
 
 def normal(*shape, seed=0):
@@ -106,7 +113,7 @@ def test_a_product_is_of_the_codes_and_the_same_for_any_number_of_rows(kinds):
         rows = torch.from_numpy(normal(210, num_inputs, seed=2)).bfloat16()
         expected = rows.double() @ values.double().T
         together = wide_product(rows, matrix)
-        assert (together - expected).abs().max() < 4e-6 * expected.abs().max()
+        assert (together - expected).abs().max() < bound() * expected.abs().max()
         for count in (1, 2, 3, 7, 8, 9, 13, 31, 65, 97):
             assert torch.equal(wide_product(rows[:count], matrix), together[:count]), f"{count} rows"
             assert torch.equal(wide_product(rows[-count:], matrix), together[-count:]), f"the last {count} rows"
@@ -126,7 +133,7 @@ def test_a_product_of_few_inputs_is_of_their_groups_alone(kind):
     matrix, values = stored_matrix([kind], 50, 96)
     rows = torch.from_numpy(normal(70, 96, seed=2)).bfloat16()
     expected = rows.double() @ values.double().T
-    assert (wide_product(rows, matrix) - expected).abs().max() < 4e-6 * expected.abs().max()
+    assert (wide_product(rows, matrix) - expected).abs().max() < bound() * expected.abs().max()
 
 
 @needs_kernels

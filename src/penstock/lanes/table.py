@@ -85,9 +85,6 @@ def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
             config.dtype,
             files.config,
             device,
-            lambda: (
-                (files.tower is not None or LANES[lane.id].claim(files.config).runs_in_c)
-                and build.can_run(config.cpu_kernels)
-            ),
+            lambda: LANES[lane.id].claim(files.config).runs_in_c and build.can_run(config.cpu_kernels),
         ),
     )

@@ -68,6 +68,19 @@ INLINE ints i_signed_right(ints a, const int count) { return _mm256_srai_epi32(a
 INLINE ints i_sub(ints a, ints b) { return _mm256_sub_epi32(a, b); }
 INLINE ints i_lanes(int first) { return _mm256_add_epi32(i_all(first), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0)); }
 
+/* Pairs of whole numbers of 16 bits in each lane, and the sum of the products of two pairs. */
+INLINE ints i_pairs_of_bytes(const void *from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)); }
+INLINE ints i_shorts_left(ints a, const int count) { return _mm256_slli_epi16(a, count); }
+INLINE ints i_shorts_right(ints a, const int count) { return _mm256_srli_epi16(a, count); }
+INLINE ints i_add(ints a, ints b) { return _mm256_add_epi32(a, b); }
+INLINE ints i_dot_pairs(ints a, ints b) { return _mm256_madd_epi16(a, b); }
+
+INLINE ints i_pairs_in_book(ints codes, const int8_t *book)
+{
+    __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)book));
+    return _mm256_srai_epi16(_mm256_slli_epi16(_mm256_shuffle_epi8(both, codes), 8), 8);
+}
+
 /* What the lowest byte of each lane stands for in a book of 16. */
 INLINE ints i_in_book(ints codes, const int8_t *book)
 {

@@ -52,6 +52,29 @@ INLINE ints i_right(ints a, int count)
 }
 INLINE ints i_lanes(int first) { return vaddq_s32(i_all(first), (ints){0, 1, 2, 3}); }
 
+/* Pairs of whole numbers of 16 bits in each lane, and the sum of the products of two pairs. */
+INLINE ints i_pairs_of_bytes(const void *from) { return vreinterpretq_s32_s16(vmovl_s8(vld1_s8(from))); }
+INLINE ints i_shorts_left(ints a, const int count)
+{
+    return vreinterpretq_s32_s16(vshlq_s16(vreinterpretq_s16_s32(a), vdupq_n_s16(count)));
+}
+INLINE ints i_shorts_right(ints a, const int count)
+{
+    return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(a), vdupq_n_s16(-count)));
+}
+INLINE ints i_add(ints a, ints b) { return vaddq_s32(a, b); }
+INLINE ints i_dot_pairs(ints a, ints b)
+{
+    int16x8_t one = vreinterpretq_s16_s32(a), two = vreinterpretq_s16_s32(b);
+    return vpaddq_s32(vmull_s16(vget_low_s16(one), vget_low_s16(two)), vmull_high_s16(one, two));
+}
+
+INLINE ints i_pairs_in_book(ints codes, const int8_t *book)
+{
+    int8x16_t found = vqtbl1q_s8(vld1q_s8(book), vreinterpretq_u8_s32(codes));
+    return vreinterpretq_s32_s16(vshrq_n_s16(vshlq_n_s16(vreinterpretq_s16_s8(found), 8), 8));
+}
+
 /* What the lowest byte of each lane stands for in a book of 16. */
 INLINE ints i_in_book(ints codes, const int8_t *book)
 {

@@ -1,8 +1,12 @@
 /* Products of rows with a matrix in bfloat16 or in codes, in float32.
  *
+ * Beside codes, the inputs of a group are rounded to whole numbers of 12 to 15 bits and a sign, times a power of two that fits the
+ * largest of them: an input in bfloat16 loses something only where it is less than 1/16, or 1/128, of that. Products with the numbers of
+ * codes are then whole and their sums of a group exact, in float32 and in whole numbers alike, in any order.
+ *
  * An output is a lane, and its products are added in the order of the inputs, one by one, whatever is computed beside it
  * and however the matrix lies: a row has the same result among any number of rows. With codes these are sums of a group, or of
- * half of one. Few rows use numbers as they are made; many share a panel of them, that a thread has in its cache, and are
+ * half of one. One row uses whole numbers; a few use numbers as they are made; many share a panel of them, that a thread has in its cache, and are
  * brought to float32 once.
  */
 #include "weights.h"
@@ -62,12 +66,78 @@ INLINE const float *group_sums_at(const struct product *p, int row, int group, c
     return p->group_sums + ((size_t)smaller(row, p->num_rows - 1) * num_groups_of(p) + group) * scales;
 }
 
-/* One row with `num_blocks` blocks of codes, as they lie. */
-INLINE void multiply_row(const struct product *p, int row, int block, const int num_blocks, const enum type type)
+/* Bits of an input beside codes, so that no sum of a group, or of half of one, needs more than the 24 bits of a float. */
+INLINE int input_bits(const enum type type)
+{
+    const int bits = format_of(type).low + format_of(type).high;
+    if (bits == 8 || (book_of(type) && type != MXFP4))
+        return 12;
+    return bits > 4 ? 14 : 15;
+}
+
+/* What the whole numbers of a group are multiplied with, and its inverse. */
+INLINE float step_of_group(const bf16 *inputs, const int bits, float *inverse)
+{
+    int most = 0;
+    for (int i = 0; i < PACKED_GROUP; i++)
+        most = larger(most, inputs[i] & 0x7fff);
+    int exponent = smaller(larger(most >> 7, 32), 254);
+    uint32_t step = (uint32_t)(exponent - bits + 1) << 23, other = (uint32_t)(253 - exponent + bits) << 23;
+    float found;
+    if (most >> 7 == 255)
+        step = 0x7fc00000; /* what is not finite makes its group so */
+    memcpy(&found, &step, sizeof found);
+    memcpy(inverse, &other, sizeof other);
+    return found;
+}
+
+INLINE float rounded_input(bf16 input, float inverse)
+{
+    const float middle = 12582912.0f; /* adding it rounds to whole numbers, to even where two are near */
+    uint32_t bits = (uint32_t)input << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x * inverse + middle - middle;
+}
+
+/* Inputs of a row as they count beside codes, in bfloat16 still, which holds them exactly. */
+static void round_row(const bf16 *row, bf16 *to, int num_inputs, int bits)
+{
+    for (int input = 0; input < num_inputs; input += PACKED_GROUP) {
+        float inverse, step = step_of_group(row + input, bits, &inverse);
+        for (int i = 0; i < PACKED_GROUP; i++) {
+            float x = rounded_input(row[input + i], inverse) * step;
+            uint32_t wide;
+            memcpy(&wide, &x, sizeof wide);
+            to[input + i] = (bf16)(wide >> 16);
+        }
+    }
+}
+
+/* The same as whole numbers, and the steps of groups. */
+static void whole_row(const bf16 *row, int16_t *to, float *steps, int num_inputs, int bits)
+{
+    for (int input = 0; input < num_inputs; input += PACKED_GROUP) {
+        float inverse;
+        *steps++ = step_of_group(row + input, bits, &inverse);
+        for (int i = 0; i < PACKED_GROUP; i++)
+            to[input + i] = (int16_t)rounded_input(row[input + i], inverse);
+    }
+}
+
+INLINE ints whole_inputs(const int16_t *inputs, int pair)
+{
+    int32_t both;
+    memcpy(&both, inputs + 2 * pair, sizeof both);
+    return i_all(both);
+}
+
+/* One row, in whole numbers, with `num_blocks` blocks of codes as they lie. */
+INLINE void multiply_row(const struct product *p, const int16_t *inputs, const float *steps, int block, const int num_blocks,
+                         const enum type type)
 {
     const int scales = num_scales(type), pairs = NUM_PAIRS / scales;
     int num_groups = num_groups_of(p);
-    const bf16 *inputs = row_at(p, row);
     const char *at[WIDE];
     floats totals[WIDE][PIECES];
     for (int b = 0; b < num_blocks; b++) {
@@ -75,55 +145,49 @@ INLINE void multiply_row(const struct product *p, int row, int block, const int 
         clear(totals[b]);
     }
     for (int group = 0; group < num_groups; group++) {
-        float x[PACKED_GROUP]; /* less by as much as the numbers are larger */
-        for (int pair = 0; pair < NUM_PAIRS; pair++)
-            for (int i = 0; i < 2; i++) {
-                const int place = place_of_code(pair, i, type);
-                uint32_t bits = (uint32_t)inputs[group * PACKED_GROUP + 2 * pair + i] << 16;
-                memcpy(&x[2 * pair + i], &bits, sizeof bits);
-                if (place)
-                    x[2 * pair + i] *= 1.0f / (1 << place);
-            }
         for (int b = 0; b < num_blocks; b++)
             for (size_t line = 0; line < code_bytes(type); line += 64)
                 ask_for(at[b] + group * code_bytes(type) + AHEAD + line);
+        floats step = v_all(steps[group]);
 #pragma GCC unroll 2
         for (int h = 0; h < scales; h++) {
-            floats sums[WIDE][PIECES];
+            ints sums[WIDE][PIECES];
             for (int b = 0; b < num_blocks; b++)
-                clear(sums[b]);
+                for (int piece = 0; piece < PIECES; piece++)
+                    sums[b][piece] = i_all(0);
 #pragma GCC unroll 16
-            for (int i = 0; i < pairs; i++)
+            for (int i = 0; i < pairs; i++) {
+                ints x = whole_inputs(inputs, group * NUM_PAIRS + h * pairs + i);
                 for (int b = 0; b < num_blocks; b++)
                     for (int piece = 0; piece < PIECES; piece++) {
-                        const int pair = h * pairs + i;
-                        floats numbers[2];
-                        pair_of_numbers(at[b] + group * code_bytes(type), pair, piece, type, numbers);
-                        sums[b][piece] = v_mul_add(numbers[0], v_all(x[2 * pair]), sums[b][piece]);
-                        sums[b][piece] = v_mul_add(numbers[1], v_all(x[2 * pair + 1]), sums[b][piece]);
+                        ints numbers = whole_pair(at[b] + group * code_bytes(type), h * pairs + i, piece, type);
+                        sums[b][piece] = i_add(sums[b][piece], i_dot_pairs(numbers, x));
                     }
+            }
             for (int b = 0; b < num_blocks; b++)
                 for (int piece = 0; piece < PIECES; piece++) {
                     struct factors_of_group f = factors_of(at[b] + num_groups * code_bytes(type), group, piece, type);
-                    totals[b][piece] = with_factors(totals[b][piece], f.scales[h], sums[b][piece], f.lowest[h],
-                                                    group_sums_at(p, row, group, scales) + h, has_sum(type));
+                    floats sum = v_mul(v_of_ints(sums[b][piece]), step);
+                    totals[b][piece] = with_factors(totals[b][piece], f.scales[h], sum, f.lowest[h],
+                                                    p->group_sums + (size_t)group * scales + h, has_sum(type));
                 }
         }
     }
     for (int b = 0; b < num_blocks; b++)
-        write_block(p, totals[b], row, block + b);
+        write_block(p, totals[b], 0, block + b);
 }
 
 struct of_type {
-    void (*multiply_row)(const struct product *p, int row, int block);
+    void (*multiply_row)(const struct product *p, const int16_t *inputs, const float *steps, int block);
     void (*unpack_group)(const struct product *p, int block, int group, struct unpacked_group *to);
 };
 
 /* One of each, not one wherever it is called. */
 #define FUNCTIONS(TYPE)                                                                                            \
-    static __attribute__((noinline)) void multiply_row_##TYPE(const struct product *p, int row, int block)        \
+    static __attribute__((noinline)) void multiply_row_##TYPE(const struct product *p, const int16_t *inputs,     \
+                                                              const float *steps, int block)                       \
     {                                                                                                              \
-        multiply_row(p, row, block, 2, TYPE);                                                                      \
+        multiply_row(p, inputs, steps, block, 2, TYPE);                                                            \
     }                                                                                                              \
     static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group,                    \
                                                               struct unpacked_group *to)                           \
@@ -138,13 +202,13 @@ static const struct of_type types[] = {
 };
 
 /* `num_rows` rows with a block of codes, each group of which is unpacked for all of them. */
-INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows)
+INLINE void multiply_rows(const struct product *p, const bf16 *rounded, int row, int block, const int num_rows)
 {
     const bf16 *rows[FEW_TALL];
     floats totals[FEW_TALL][PIECES];
     const int scales = num_scales(p->type), adds_lowest = has_sum(p->type), pairs = NUM_PAIRS / scales;
     for (int r = 0; r < num_rows; r++) {
-        rows[r] = row_at(p, row + r);
+        rows[r] = rounded + (size_t)r * p->num_inputs;
         clear(totals[r]);
     }
     for (int group = 0; group < num_groups_of(p); group++) {
@@ -174,16 +238,26 @@ INLINE void multiply_rows(const struct product *p, int row, int block, const int
         write_block(p, totals[r], row + r, block);
 }
 
-static void multiply_few_codes(const struct product *p, int first)
+/* Columns of blocks with rows that a thread rounds for itself. */
+static void multiply_one(const struct product *p, int first, int end)
 {
-    int end = smaller(first + WIDE, last_block(p) + 1);
-    for (int row = 0; row < p->num_rows; row += FEW_TALL)
-        for (int block = first; block < end; block++)
-            switch (smaller(FEW_TALL, p->num_rows - row)) {
-            case 1: types[p->type].multiply_row(p, row, block++); break;
-            case 2: multiply_rows(p, row, block, 2); break;
-            default: multiply_rows(p, row, block, FEW_TALL);
-            }
+    int16_t inputs[p->num_inputs];
+    float steps[num_groups_of(p)];
+    whole_row(p->rows, inputs, steps, p->num_inputs, input_bits(p->type));
+    for (int block = first; block < end; block += 2)
+        types[p->type].multiply_row(p, inputs, steps, block);
+}
+
+static void multiply_some(const struct product *p, int row, int first, int end)
+{
+    bf16 rounded[FEW_TALL * p->num_inputs];
+    for (int r = 0; r < FEW_TALL; r++)
+        round_row(row_at(p, row + r), rounded + (size_t)r * p->num_inputs, p->num_inputs, input_bits(p->type));
+    for (int block = first; block < end; block++)
+        if (p->num_rows - row <= 2)
+            multiply_rows(p, rounded, row, block, 2);
+        else
+            multiply_rows(p, rounded, row, block, FEW_TALL);
 }
 
 /* `num_rows` rows with 16 outputs in bfloat16. */
@@ -237,11 +311,15 @@ static void multiply_few_turned(const struct product *p, int first)
 static void multiply_few(const void *of, int first, int end)
 {
     const struct product *p = of;
-    for (int block = first * WIDE; block < end * WIDE; block += WIDE)
-        if (p->type != BF16)
-            multiply_few_codes(p, block);
-        else
+    int last = smaller(end * WIDE, last_block(p) + 1);
+    if (p->type == BF16)
+        for (int block = first * WIDE; block < last; block += WIDE)
             multiply_few_turned(p, block);
+    else if (p->num_rows == 1)
+        multiply_one(p, first * WIDE, last);
+    else
+        for (int row = 0; row < p->num_rows; row += FEW_TALL)
+            multiply_some(p, row, first * WIDE, last);
 }
 
 /* Of one thread. */
@@ -280,6 +358,11 @@ static void turn_tiles(const void *of, int first, int end)
         float *to = job->turned + (size_t)tile * TALL * job->of->num_inputs;
         for (int r = 0; r < TALL; r++) {
             const bf16 *row = row_at(job->of, job->first_row + tile * TALL + r);
+            bf16 rounded[job->of->num_inputs];
+            if (job->of->type != BF16) {
+                round_row(row, rounded, job->of->num_inputs, input_bits(job->of->type));
+                row = rounded;
+            }
             for (int i = 0; i < job->of->num_inputs; i++) {
                 uint32_t wide = (uint32_t)row[i] << 16;
                 memcpy(to + i * TALL + r, &wide, sizeof wide);
@@ -410,20 +493,21 @@ static void multiply_many(const struct product *p)
     }
 }
 
-/* What the lowest value of a group, or of half of one, is multiplied with: the sum of its inputs. It has one order for any registers. */
+/* What the lowest value of a group, or of half of one, is multiplied with: the sum of its inputs, which is exact too. */
 static void sum_groups(const void *of, int first, int end)
 {
     const struct product *p = of;
     const int inputs = PACKED_GROUP / num_scales(p->type);
     size_t num_sums = p->num_inputs / inputs;
-    for (size_t at = first * num_sums; at < end * num_sums; at++) {
-        float sums[PACKED_GROUP];
-        for (int i = 0; i < inputs; i += LANES)
-            v_store(sums + i, load_floats(p->rows + at * inputs + i, LANES));
-        for (int half = inputs / 2; half; half /= 2)
-            for (int i = 0; i < half; i++)
-                sums[i] += sums[i + half];
-        p->group_sums[at] = sums[0];
+    bf16 rounded[p->num_inputs];
+    for (int row = first; row < end; row++) {
+        round_row(row_at(p, row), rounded, p->num_inputs, input_bits(p->type));
+        for (size_t at = 0; at < num_sums; at++) {
+            floats sum = v_zero();
+            for (int i = 0; i < inputs; i += LANES)
+                sum = v_add(sum, load_floats(rounded + at * inputs + i, LANES));
+            p->group_sums[row * num_sums + at] = v_sum(sum);
+        }
     }
 }
 

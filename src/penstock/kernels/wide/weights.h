@@ -62,6 +62,23 @@ INLINE void pair_of_numbers(const char *codes, const int pair, const int piece, 
         values[i] = v_of_ints(numbers[i]);
 }
 
+/* Numbers of a pair as they are, 16 bits each, for a register of outputs: the first input is in the lower half of a lane. */
+INLINE ints whole_pair(const char *codes, const int pair, const int piece, const enum type type)
+{
+    const int low = format_of(type).low, high = format_of(type).high, at = pair * low % 16;
+    if (low == 8)
+        return i_pairs_of_bytes(codes + 2 * BLOCK_OUTPUTS * pair + 2 * LANES * piece);
+    ints numbers = i_load(codes + pair * low / 16 * 64 + piece * 4 * LANES);
+    numbers = i_and(at ? i_shorts_right(numbers, at) : numbers, ((1 << low) - 1) * 0x10001);
+    if (high) {
+        const int from = pair * high % 16 - low;
+        ints upper = i_load(codes + low * PLANE_BYTES + pair * high / 16 * 64 + piece * 4 * LANES);
+        upper = from < 0 ? i_shorts_left(upper, -from) : from ? i_shorts_right(upper, from) : upper;
+        numbers = i_or(numbers, i_and(upper, (((1 << high) - 1) << low) * 0x10001));
+    }
+    return book_of(type) ? i_pairs_in_book(numbers, book_of(type)) : numbers;
+}
+
 /* Of a group of a block, or of the same for several rows: 32 inputs, then their factors, 16 outputs side by side. */
 struct unpacked_group {
     float numbers[PACKED_GROUP][BLOCK_OUTPUTS];
