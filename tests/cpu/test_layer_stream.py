@@ -15,6 +15,8 @@ from penstock.config import cache_folder
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidModelFile, MemoryTooSmall
 from penstock.kernels import build
+from penstock.server.board import Board
+from penstock.server.metrics import Metrics
 
 QUICK = ["llama", "qwen3-moe", "qwen3-next", "gemma4-e", "cohere"]
 PROMPTS = [prompt(157), prompt(45)[7:20]]
@@ -165,3 +167,16 @@ def test_a_pack_that_cannot_be_written_refuses_the_model(streamed, own_copy, tmp
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(MemoryTooSmall, match="cannot be written there: Not a directory"):
         Engine.load(str(own_copy), dtype="bfloat16")
+
+
+def test_metrics_tell_what_was_read_and_waited_for(streamed, own_copy):
+    streamed()
+    with Engine.load(str(own_copy)) as engine:
+        metrics = Metrics()
+        metrics.describe("tiny", engine, Board())
+        engine.generate(PROMPTS[0], max_tokens=2, ignore_eos=True)
+        lines = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if line[0] != "#")
+        stream = stream_of(engine)
+        assert stream.num_read == 2 * engine.model.memory.placement.pass_bytes
+        assert float(lines["penstock:layer_bytes_read"]) == stream.num_read
+        assert float(lines["penstock:layer_wait_seconds"]) == stream.waited_s

@@ -668,15 +668,14 @@ class Engine:
             active.predicted_bytes = max(active.predicted_bytes, plan.predicted_bytes)
             if active.started_at is None:
                 active.started_at = started_at
-            if chunk.layers is not None:
-                active.swept_s = result.elapsed_s + (active.swept_s if chunk.layers.first else 0.0)
-            if not chunk.is_through:
-                assert chunk.layers is not None
+            if (layers := chunk.layers) is not None:
+                active.swept_s = result.elapsed_s + (active.swept_s if layers.first else 0.0)
+            if layers is not None and not chunk.is_through:
                 active.hits = chunk.hits
-                share = chunk.layers.end / chunk.layers.num_layers
+                share = layers.end / layers.num_layers
                 self._emit(active.progress_within(chunk, share, active.swept_s, now))
             elif active.first_token_at is None:
-                elapsed_s = result.elapsed_s if chunk.layers is None else active.swept_s
+                elapsed_s = result.elapsed_s if layers is None else active.swept_s
                 active.swept_s = 0.0
                 active.hits = chunk.hits
                 active.chunks.append(ChunkRecord(start=chunk.start, end=chunk.end, ms=elapsed_s * 1e3))

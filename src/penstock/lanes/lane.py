@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.attention.backend import ForwardInputs
     from penstock.lanes.place import Place
+    from penstock.models.layer_stream import LayerStream
     from penstock.plan.memory import MemoryModel, ModelShape
     from penstock.plan.waves import Waves
     from penstock.proof.verdict import Verdict
@@ -184,6 +185,7 @@ class Lane:
     shape: ModelShape
     max_prompt: int | None = None  # tokens of a prompt, where that is less than the context; None: it is not
     placeholder: int | None = None  # the token that stands for an image; None: there is none
+    stream: LayerStream | None = None  # that reads layers from disk; None: all of them stay
     num_stops: int = 0  # layers, after each of which a chunk may stop; 0: it goes through all
 
     @property

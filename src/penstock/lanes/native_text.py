@@ -47,6 +47,7 @@ class NativeTextLane(Lane):
     steps: CompiledSteps | None = None  # None: every step runs layer by layer
     states: StateStorage | None = None  # None: the model has no recurrent state
     sweep: Sweep | None = None  # None: wide steps are not cut
+    stream: LayerStream | None = None
     num_stops: int = 0
 
     @torch.inference_mode()
@@ -190,6 +191,7 @@ def native_lane(
         steps=steps,
         states=states,
         sweep=sweep,
+        stream=stream,
         # What stays in memory, and keeps nothing but keys and values of what it read.
         num_stops=len(decoder.layers) if sweep is not None and stream is None and states is None else 0,
     )

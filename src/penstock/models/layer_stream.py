@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class LayerStream:
         self._reads: dict[int, list[Future[None]]] = {}  # of layers that are being read, or were and are not used yet
         self._next = 0  # of the order
         self.num_read = 0  # bytes, of all passes
+        self.waited_s = 0.0
 
     def __contains__(self, index: int) -> bool:
         return index in self._order
@@ -131,8 +133,11 @@ class LayerStream:
         if index not in self._order:
             yield
             return
+        began = time.perf_counter()
         for read in self._reads[index]:
             read.result()
+        self.waited_s += time.perf_counter() - began
+        self.num_read += sum(run.num_bytes for run in self._runs[index])
         yield
         del self._reads[index]
         self._read_next()
@@ -161,7 +166,6 @@ class LayerStream:
             if not hasattr(self._of_thread, "buffer"):
                 self._of_thread.buffer = read_buffer()
             run.file.read(offset, target, self._of_thread.buffer)
-        self.num_read += num_bytes
 
 
 def _lies_in(view: torch.Tensor, destination: torch.Tensor | QuantizedRows) -> bool:

@@ -101,6 +101,8 @@ class Metrics:
         self._disk_misses = counter("disk_misses_total", "Slabs that were gone or could not be proven.")
         self._disk_saved = gauge("disk_saved_seconds", "Predicted time of reading what was loaded, less the loads.")
         self._pinned = gauge("pinned_bytes", "Keys and values that are spared until the result of a call comes.")
+        self._layer_bytes = gauge("layer_bytes_read", "Bytes of layers that were read from disk for steps so far.")
+        self._layer_wait = gauge("layer_wait_seconds", "Time that steps waited for them.")
         self._preemptions = counter("num_preemptions_total", "Requests sent back to the queue to make room.")
         self._success = counter("request_success_total", "Requests that ended, by reason.", "finished_reason")
         self._cancelled = counter("request_cancelled_total", "Requests that their clients left.")
@@ -136,6 +138,9 @@ class Metrics:
         self._pinned.set_function(lambda: pool.num_pinned * block_bytes)
         if (moves := engine.scheduler.moves) is not None:
             self._disk_saved.set_function(lambda: moves.use.saved_s)
+        if (stream := engine.model.lane.stream) is not None:
+            self._layer_bytes.set_function(lambda: stream.num_read)
+            self._layer_wait.set_function(lambda: stream.waited_s)
         self._memory.set_function(lambda: engine.held.num_bytes)
         self._running.set_function(lambda: board.num_running)
         self._waiting.set_function(lambda: board.num_waiting)
