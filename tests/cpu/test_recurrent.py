@@ -9,11 +9,9 @@ from float64_reference import float64_logits
 from logit_recorder import LogitRecorder
 from tiny_models import LATER, RECURRENT, prompt, reference_logits
 
-from penstock.attention.backend import ForwardInputs
 from penstock.cache.states import StatePool
 from penstock.errors import InvalidSetting
-from penstock.models import fla_recurrence
-from penstock.models.recurrence import RecurrentTokens, advance, advance_singles, recur
+from penstock.models.recurrence import RecurrentTokens, advance, advance_singles
 
 TOLERANCE = 1e-4
 BLOCK = 16
@@ -55,42 +53,6 @@ def test_a_chunk_advances_the_state_as_its_tokens_do_one_by_one(num_tokens, has_
     found = advance(tokens, at_once[0])
     assert (found - torch.cat(expected)).abs().max() < 1e-5
     assert (at_once - one_by_one).abs().max() < 1e-5
-
-
-def token_by_token(*, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
-    """The gated delta rule in the arguments and layout of flash-linear-attention: [1, N, H, ...], packed."""
-    assert output_final_state
-    matrices_CHKV, read = initial_state.clone(), []
-    for chunk, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        matrix_HKV = matrices_CHKV[chunk]
-        for i in range(first, last):
-            matrix_HKV *= g[0, i].exp()[:, None, None]
-            held_HV = torch.einsum("hk,hkv->hv", k[0, i], matrix_HKV)
-            matrix_HKV += torch.einsum("hk,hv->hkv", k[0, i], beta[0, i][:, None] * (v[0, i] - held_HV))
-            read.append(scale * torch.einsum("hk,hkv->hv", q[0, i], matrix_HKV))
-    return torch.stack(read)[None], matrices_CHKV
-
-
-@pytest.mark.parametrize("query_starts", [(0, 3, 4, 74, 75), (0, 1, 2, 3)], ids=["chunks and decodes", "decodes"])
-def test_a_kernel_for_packed_chunks_gives_what_torch_gives(query_starts):
-    none = torch.empty(0)
-    inputs = ForwardInputs(
-        ids_T=none, positions_T=none, query_starts=query_starts, context_lens=query_starts[1:], block_table=(),
-        rotary_variants=(), sequence_ids=(), logit_rows=none, state_slots=(4, 0, 3, 1)[: len(query_starts) - 1],
-    )  # fmt: skip
-    tokens = random_tokens(query_starts[-1], has_beta=True)
-    ours = torch.randn(5, 3, 8, 5, generator=torch.Generator().manual_seed(0))
-    theirs = ours.clone()
-    kernels = fla_recurrence.DeltaKernels(read=token_by_token, write=token_by_token)
-    expected = recur(tokens, inputs, ours)
-    found = fla_recurrence.recur_in_one_call(kernels, tokens, inputs, theirs, torch.float32)
-    assert (found - expected).abs().max() < 1e-5
-    assert (theirs - ours).abs().max() < 1e-5
-
-
-def test_kernels_of_a_gpu_are_not_asked_for_on_a_cpu_or_without_the_delta_rule():
-    for has_beta in (True, False):
-        assert fla_recurrence.kernels_for(random_tokens(3, has_beta=has_beta), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -28,6 +28,8 @@ LARGE = "4160 or shape1"
         pytest.param("test_experts.py", "", marks=pytest.mark.evidence),
         pytest.param("test_packed_decodes.py", "", marks=pytest.mark.evidence),
         pytest.param("test_padded_steps.py", "", marks=pytest.mark.evidence),
+        ("test_recurrence.py", "leaves and 97 and (grouped or normed)"),
+        pytest.param("test_recurrence.py", "", marks=pytest.mark.evidence),
     ],
 )
 def test_kernels_in_the_interpreter(name, chosen):

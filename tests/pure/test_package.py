@@ -24,12 +24,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 MODULES = {
     "pydantic_core": "pydantic",
     "flashinfer": "flashinfer-python",
-    "fla": "fla-core",
     "llama_cpp": "llama-cpp-python",
     "triton": "torch",
 }
 # What a device, a peer or a form brings, asked for by name and used through another library.
-INDIRECT = {"flashinfer-python", "fla-core", "llama-cpp-python", "python-multipart"}
+INDIRECT = {"flashinfer-python", "llama-cpp-python", "python-multipart"}
 
 
 def names(requirements: list[str]) -> set[str]:

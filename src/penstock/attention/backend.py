@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.attention.chunk_tables import ChunkTables
 from penstock.request import LayerGroup, Span
 
 
@@ -46,6 +47,7 @@ class ForwardInputs:
     source_lens: tuple[int, ...] = ()  # by chunk, tokens of the source that an encoder reads; 0: there is none
     media: MediaInputs | None = None  # None: tokens only
     num_real_1: torch.Tensor | None = None  # on the device, of a padded step: tokens before the padding
+    chunk_tables: ChunkTables | None = None  # on a GPU, where the model has recurrent state
 
     @property
     def num_chunks(self) -> int:

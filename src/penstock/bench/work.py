@@ -53,6 +53,13 @@ _DELTA: Config = {
     "partial_rotary_factor": 0.25,
     **_experts(256, 10, 512),
 }
+# Granite 4.0 H Tiny, less 16 of its 40 layers.
+_MAMBA: Config = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4}
+_MAMBA |= {"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "position_embedding_type": "nope"}
+_MAMBA |= {"layer_types": ["attention" if layer in (5, 15) else "mamba" for layer in range(24)], "logits_scaling": 6}
+_MAMBA |= {"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024, "vocab_size": 100352}
+_MAMBA |= {"embedding_multiplier": 12, "attention_multiplier": 1 / 128, "residual_multiplier": 0.22}
+_MAMBA |= {"architectures": ["GraniteMoeHybridForCausalLM"]}
 _LLAMA: Config = {"vocab_size": 128256, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 # The config.json of each shape, as every engine reads it. Positions are not scaled: no step's time depends on it.
 SHAPES: dict[str, Config] = {
@@ -70,6 +77,9 @@ SHAPES: dict[str, Config] = {
         shared_expert_intermediate_size=2 * 1408,
     ),
     "qwen3-next": _decoder("qwen3_next", layers=24, width=2048, mlp=5120, heads=(16, 2, 256), **_DELTA),
+    "granite-4.0-h": _decoder(
+        "granitemoehybrid", layers=24, width=1536, mlp=512, heads=(12, 4, 128), **_MAMBA, tie_word_embeddings=True
+    ),
     "llama-3.2-1b": _decoder("llama", layers=16, width=2048, mlp=8192, heads=(32, 8, 64), **_LLAMA),
     "qwen3-0.6b": _decoder("qwen3", layers=28, width=1024, mlp=3072, heads=(16, 8, 128), tie_word_embeddings=True),
 }

@@ -65,22 +65,20 @@ class StateStorage:
         device: torch.device,
     ) -> None:
         allocate = _lazy_pages if device.type == "cpu" else torch.empty
-        self.layers = {
-            layer: LayerState(
-                matrices_SHKV=allocate((num_slots, *matrix_shape), dtype=torch.float32, device=device),
-                tails_SWC=allocate((num_slots, *tail_shape), dtype=dtype, device=device),
-            )
-            for layer in layers
-        }
+        indices, self.dtype = tuple(layers), dtype
+        matrices_LSHKV = allocate((len(indices), num_slots, *matrix_shape), dtype=torch.float32, device=device)
+        tails_LSWC = allocate((len(indices), num_slots, *tail_shape), dtype=dtype, device=device)
+        self._all = (matrices_LSHKV, tails_LSWC)
+        parts = zip(indices, matrices_LSHKV, tails_LSWC, strict=True)
+        self.layers = {layer: LayerState(matrices_SHKV=one, tails_SWC=other) for layer, one, other in parts}
 
     def copy(self, source: int | None, target: int) -> None:
-        """The state of one slot to another; from None, zeros."""
-        for state in self.layers.values():
-            for values in (state.matrices_SHKV, state.tails_SWC):
-                if source is None:
-                    values[target].zero_()
-                else:
-                    values[target].copy_(values[source])
+        """The state of one slot to another, of all layers at once; from None, zeros."""
+        for of_layers in self._all:
+            if source is None:
+                of_layers[:, target].zero_()
+            else:
+                of_layers[:, target].copy_(of_layers[:, source])
 
 
 def _lazy_pages(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

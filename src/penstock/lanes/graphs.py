@@ -7,15 +7,18 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.attention.backend import ForwardInputs
+from penstock.attention.chunk_tables import ChunkTables
 from penstock.lanes.place import LARGEST_CAPTURED_STEP
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import DecodeAttention
+    from penstock.cache.storage import StateStorage
     from penstock.foreign.pages import JoinedForward
     from penstock.models.decoder import Decoder
 
@@ -28,11 +31,16 @@ class DecodeGraphs:
     The model's forward gives one row for each token, and asks the device for nothing on the way.
     """
 
-    def __init__(self, model: Decoder | JoinedForward, attention: DecodeAttention) -> None:
+    def __init__(
+        self, model: Decoder | JoinedForward, attention: DecodeAttention, states: StateStorage | None = None
+    ) -> None:
+        """`states`: those of recurrent layers; None: the model has none."""
         self.model = model
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
-        self._tokens = PaddedTokens(attention.max_rows, model.device)
+        more: dict[str, Any] = {} if states is None else {"states": states}
+        self._forward = partial(model.forward, **more)
+        self._tokens = PaddedTokens(attention.max_rows, model.device, states, has_longer=False)
         self._captured: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self._rows: torch.Tensor | None = None  # that any capture gives; None: nothing is captured
         self._pool: Any = None  # one pool of memory for all captures
@@ -52,9 +60,11 @@ class DecodeGraphs:
         key = (size, inputs.rotary_variants[0])
         if not self.is_replaying:
             self.attention.use_rows(size)
-            return self.model.forward(self._tokens.inputs(*key), self.attention)[:num_tokens]
+            self._tokens.fill_tables(inputs)
+            return self._forward(self._tokens.inputs(*key), self.attention)[:num_tokens]
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
+        self._tokens.fill_tables(inputs)
         self._captured[key].replay()
         assert self._rows is not None
         return self._rows[:num_tokens]
@@ -65,10 +75,10 @@ class DecodeGraphs:
         self.attention.forget_rows()
         self.attention.use_rows(1)
         inputs = self._tokens.inputs(1)
-        self.model.forward(inputs, self.attention)  # compiles, and that may ask
+        self._forward(inputs, self.attention)  # compiles, and that may ask
         try:
             with _asking_raises():
-                self.model.forward(inputs, self.attention)
+                self._forward(inputs, self.attention)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -86,11 +96,12 @@ class DecodeGraphs:
 
     def _capture(self, size: int, variant: str) -> torch.cuda.CUDAGraph:
         self.attention.use_rows(size)
+        self._tokens.forget_tables()
         inputs = self._tokens.inputs(size, variant)
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles the kernels; it writes what the replay will write again
-            rows = self.model.forward(inputs, self.attention)
+            rows = self._forward(inputs, self.attention)
         torch.cuda.current_stream().wait_stream(stream)
         if self._rows is None:
             self._rows = rows.new_empty(self.attention.max_rows, *rows.shape[1:])
@@ -99,7 +110,7 @@ class DecodeGraphs:
             without_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            self._rows[:size].copy_(self.model.forward(inputs, self.attention))
+            self._rows[:size].copy_(self._forward(inputs, self.attention))
         self._pool = graph.pool()
         return graph
 
@@ -107,16 +118,31 @@ class DecodeGraphs:
 class PaddedTokens:
     """Holds the tokens of a step where captures read them; what lies past them is padding."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, device: torch.device, states: StateStorage | None = None, *, has_longer: bool = True
+    ) -> None:
         self._ids = torch.zeros(max_rows, dtype=torch.long, device=device)
         self._positions = torch.zeros(max_rows, dtype=torch.long, device=device)
         self._num_real = torch.full((1,), max_rows, dtype=torch.int32, device=device)
+        self._tables: ChunkTables | None = None
+        if states is not None:
+            dtype = states.dtype
+            self._tables = ChunkTables.of_padded(max_rows, has_longer=has_longer, dtype=dtype, device=device)
 
     def fill(self, inputs: ForwardInputs) -> None:
         num_tokens = len(inputs.ids_T)
         self._ids[:num_tokens].copy_(inputs.ids_T)
         self._positions[:num_tokens].copy_(inputs.positions_T)
         self._num_real.fill_(num_tokens)
+
+    def fill_tables(self, inputs: ForwardInputs) -> None:
+        """Comes last before the step runs: what is computed for a capture would advance the states too."""
+        if self._tables is not None:
+            self._tables.fill(inputs.query_starts, inputs.state_slots)
+
+    def forget_tables(self) -> None:
+        if self._tables is not None:
+            self._tables.forget()
 
     def inputs(self, size: int, variant: str = "default") -> ForwardInputs:
         """Makes the inputs of a capture: attention is told when it is replayed which chunks the tokens belong to."""
@@ -130,6 +156,7 @@ class PaddedTokens:
             sequence_ids=(),
             logit_rows=self._ids[:0],
             num_real_1=self._num_real,
+            chunk_tables=None if self._tables is None else self._tables.of_size(size),
         )
 
 

@@ -94,14 +94,6 @@ class NativeTextLane(Lane):
             self.decoder.logits(hidden_TM[:num_rows])
 
     def _hidden(self, inputs: ForwardInputs) -> torch.Tensor:
-        if self.sweep is not None and self.sweep.takes(inputs):
-            return self._forward(inputs)
-        for way in (self.graphs, self.pieces, self.steps):
-            if way is not None and inputs.media is None and way.fits(inputs):
-                return way.forward(inputs)
-        return self._forward(inputs)
-
-    def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.states is None:
             return self._through_layers(inputs)
         for source, target in inputs.state_loads:
@@ -114,6 +106,9 @@ class NativeTextLane(Lane):
     def _through_layers(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.sweep is not None and self.sweep.takes(inputs):
             return self.sweep.forward(inputs)
+        for way in (self.graphs, self.pieces, self.steps):
+            if way is not None and inputs.media is None and way.fits(inputs):
+                return way.forward(inputs)
         self.attention.begin_step(inputs)
         return self.decoder.forward(inputs, self.attention, self.states)
 
@@ -175,8 +170,8 @@ def native_lane(
         device=device,
     )
     attention = attention_backend(storage, block_size, spec.num_heads)
-    graphs, pieces = _captured_steps(decoder, attention, loading)
     steps, states = compiled_steps(decoder, attention), _state_storage(spec, loading)
+    graphs, pieces = _captured_steps(decoder, attention, states, loading)
     sweep = None
     if device.type == "cpu":
         width = memory.tile_tokens or TILE_TOKENS
@@ -212,15 +207,16 @@ def _state_storage(spec: DecoderSpec, loading: Loading) -> StateStorage | None:
 
 
 def _captured_steps(
-    decoder: Decoder, attention: AttentionBackend, loading: Loading
+    decoder: Decoder, attention: AttentionBackend, states: StateStorage | None, loading: Loading
 ) -> tuple[DecodeGraphs | None, StepPieces | None]:
-    """None on a CPU, which has nothing to capture, and where the host takes part in a layer: states."""
-    on_card, config = attention_on_card(attention), loading.place.config
-    if on_card is None or decoder.spec.recurrent is not None:
+    """None on a CPU, which has nothing to capture, and where the host takes part in a layer: experts without gates."""
+    on_card, config, experts = attention_on_card(attention), loading.place.config, decoder.spec.experts
+    if on_card is None or (experts is not None and not experts.is_gated):
         return None, None
     largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MAX_TOKENS
     decodes = on_card.for_decodes(max_rows=loading.place.most_captured, max_context=loading.max_context)
-    return DecodeGraphs(decoder, decodes), StepPieces(decoder, on_card.for_pieces(max_rows=captured_size(largest)))
+    in_pieces = on_card.for_pieces(max_rows=captured_size(largest))
+    return DecodeGraphs(decoder, decodes, states), StepPieces(decoder, in_pieces, states)
 
 
 def _slow_quantization(quantize: str, dtype: str) -> list[str]:

@@ -11,17 +11,20 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.attention.backend import AttentionRule, ForwardInputs
+from penstock.attention.chunk_tables import MOST_CHUNKS, num_longer
 from penstock.config import GPU_STEP_SIZES
 from penstock.lanes.graphs import PaddedTokens, without_collection
 from penstock.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import PiecewiseAttention
+    from penstock.cache.storage import StateStorage
 
 MAX_TOKENS = 2048  # larger steps last longer than their launches
 SIZES = tuple(size for size in GPU_STEP_SIZES if size <= MAX_TOKENS)
@@ -48,17 +51,21 @@ class CapturedPiece:
 class StepPieces:
     """A step is padded to the next size; rows of padding are computed and never read."""
 
-    def __init__(self, decoder: Decoder, attention: PiecewiseAttention) -> None:
+    def __init__(self, decoder: Decoder, attention: PiecewiseAttention, states: StateStorage | None = None) -> None:
+        """`states`: those of recurrent layers, which are captured with what is around them; None: there are none."""
         self.decoder = decoder
+        self.states = states
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
-        self._tokens = PaddedTokens(attention.max_rows, decoder.device)
+        self._tokens = PaddedTokens(attention.max_rows, decoder.device, states)
         self._hidden: torch.Tensor | None = None  # of any capture; None: nothing is captured
         self._captured: dict[int, tuple[CapturedPiece, ...]] = {}
 
     def fits(self, inputs: ForwardInputs) -> bool:
         """Tells whether the step was captured ahead of time: capturing takes longer than launching once."""
         is_plain = set(inputs.rotary_variants) == {"default"}
+        if self.states is not None and num_longer(inputs.query_starts) > MOST_CHUNKS:
+            return False
         return is_plain and self._size(len(inputs.ids_T)) in self._captured
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -66,10 +73,12 @@ class StepPieces:
         num_tokens = len(inputs.ids_T)
         size = self._size(num_tokens)
         self._tokens.fill(inputs)
+        self._tokens.fill_tables(inputs)
         self.attention.begin_step(inputs)
         self.attention.use_slots_of(size)
         if not self.is_replaying:
-            return self.decoder.forward(self._tokens.inputs(size), _Launched(self.attention, size))[:num_tokens]
+            launched = _Launched(self.attention, size)
+            return self.decoder.forward(self._tokens.inputs(size), launched, self.states)[:num_tokens]
         assert self._hidden is not None, "capture_all comes first"
         for piece in self._captured[size]:
             piece.graph.replay()
@@ -82,6 +91,7 @@ class StepPieces:
         if self._captured:
             return
         self.attention.prepare()
+        self._tokens.forget_tables()
         width, dtype = self.decoder.spec.hidden_size, self.decoder.dtype
         self._hidden = torch.empty(self.attention.max_rows, width, dtype=dtype, device=self.decoder.device)
         found: dict[int, tuple[CapturedPiece, ...]] = {}
@@ -92,11 +102,12 @@ class StepPieces:
             for size in reversed([size for size in SIZES if size <= self.attention.max_rows]):
                 self.attention.use_rows(size)
                 inputs = self._tokens.inputs(size)
-                self.decoder.forward(inputs, _Dry(self.attention, size))  # compiles the kernels
+                self.decoder.forward(inputs, _Dry(self.attention, size), self.states)  # compiles the kernels
                 torch.cuda.synchronize()
                 capture = _Capture(self.attention, size, pool)
                 with without_collection():
-                    found[size] = capture.capture(self.decoder, inputs, self._hidden[:size])
+                    forward = partial(self.decoder.forward, inputs, capture, self.states)
+                    found[size] = capture.capture(forward, self._hidden[:size])
                 pool = capture.pool
         torch.cuda.current_stream().wait_stream(stream)
         self._captured = found
@@ -147,10 +158,10 @@ class _Capture(_Dry):
         self._pieces: list[CapturedPiece] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, decoder: Decoder, inputs: ForwardInputs, out_TM: torch.Tensor) -> tuple[CapturedPiece, ...]:
+    def capture(self, forward: Callable[[], torch.Tensor], out_TM: torch.Tensor) -> tuple[CapturedPiece, ...]:
         self._begin()
         try:
-            out_TM.copy_(decoder.forward(inputs, self))
+            out_TM.copy_(forward())
         except BaseException:
             self._abandon()
             raise

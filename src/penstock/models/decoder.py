@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionRule, ForwardInputs, HeadNorms, Rotation
+from penstock.attention.chunk_tables import ChunkTables
 from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
@@ -158,6 +159,9 @@ class Decoder:
     def begin(self, inputs: ForwardInputs, out_TM: torch.Tensor | None = None) -> Passage:
         """Makes tokens ready for the first layer. `out_TM`: where their hidden states go; None: to a new tensor."""
         hidden_TM = self.embedded(inputs.ids_T).to(self.residual_dtype)
+        if self.spec.recurrent is not None and hidden_TM.is_cuda and inputs.chunk_tables is None:
+            tables = ChunkTables.of(inputs.query_starts, inputs.state_slots, dtype=self.dtype, device=self.device)
+            inputs = replace(inputs, chunk_tables=tables)
         if out_TM is not None:
             hidden_TM = out_TM.copy_(hidden_TM)
         if inputs.media is not None:
@@ -201,15 +205,20 @@ class Decoder:
 
     @torch.inference_mode()
     def use_products(self, num_tokens: int) -> None:
-        """Computes one layer's products for that many tokens: a matrix kernel is loaded when it is first used."""
-        layer = self.layers[0]
-        assert isinstance(layer.mixer, Attention)
-        assert layer.mlp is not None
+        """Computes the products of each kind of layer: a matrix kernel is loaded when it is first used."""
         hidden_TM = torch.zeros(num_tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=self.device)
-        num_attended = self.spec.num_heads * layer.spec.head_size
-        layer.mixer.qkv(self._normed(layer, "input_layernorm", hidden_TM))
-        self._add(layer, "attention", layer.mixer.output, hidden_TM.new_zeros(num_tokens, num_attended), hidden_TM)
-        self._mlp(layer, layer.mlp, hidden_TM)
+        kinds = {(type(layer.mixer), type(layer.beside), type(layer.mlp)): layer for layer in reversed(self.layers)}
+        for layer in kinds.values():
+            normed = self._normed(layer, "input_layernorm", hidden_TM)
+            for mixer in (layer.mixer, layer.beside):
+                if mixer is None:
+                    continue
+                for linear in (mixer.qkv,) if isinstance(mixer, Attention) else mixer.inputs:
+                    linear(normed)
+                num_read = mixer.output.dense_OI.shape[1]
+                self._add(layer, "attention", mixer.output, hidden_TM.new_zeros(num_tokens, num_read), hidden_TM)
+            if layer.mlp is not None:
+                self._mlp(layer, layer.mlp, hidden_TM)
 
     def embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
         return rows_of(self.embeddings_VM, ids_T, self.dtype, self.spec.embedding_scale)

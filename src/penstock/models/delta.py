@@ -14,7 +14,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import DeltaSpec
 from penstock.models.layers import Linear, RmsNorm
-from penstock.models.recurrence import RecurrentTokens, convolve, recur
+from penstock.models.recurrence import RecurrentTokens, convolve, on_gpu, recur
 
 L2_EPS = 1e-6
 
@@ -52,13 +52,17 @@ class GatedDelta:
             output=linears["recurrent_output"],
         )
 
+    @property
+    def inputs(self) -> tuple[Linear, ...]:
+        return self.qkvz, self.beta_alpha
+
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
         """[T, value width]: what the output projection is given. The states of the step's chunks advance."""
+        if inputs.chunk_tables is not None:
+            return on_gpu().gated_delta(self, x_TM, inputs.chunk_tables, state)
         qkv_TC, z_THV, beta_TH, alpha_TH = self._project(x_TM)
         mixed_TC = convolve(qkv_TC, self.conv_CW, None, inputs, state.tails_SWC)
-        # Of Qwen3-Next, whose rows are grouped, the kernels of flash-linear-attention were measured to be too coarse.
-        dtype = torch.float32 if self.spec.is_grouped else x_TM.dtype
-        read_THV = recur(self._tokens(mixed_TC, beta_TH, alpha_TH), inputs, state.matrices_SHKV, dtype)
+        read_THV = recur(self._tokens(mixed_TC, beta_TH, alpha_TH), inputs, state.matrices_SHKV)
         normed_THV = self.norm(read_THV.to(x_TM.dtype))
         return (normed_THV * F.silu(z_THV.float())).to(x_TM.dtype).flatten(1)
 

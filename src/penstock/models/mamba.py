@@ -15,7 +15,7 @@ from penstock.attention.backend import ForwardInputs
 from penstock.cache.storage import LayerState
 from penstock.models.layer_specs import MambaSpec
 from penstock.models.layers import Linear, RmsNorm
-from penstock.models.recurrence import RecurrentTokens, convolve, recur
+from penstock.models.recurrence import RecurrentTokens, convolve, on_gpu, recur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,16 @@ class Mamba:
             output=linears["recurrent_output"],
         )
 
+    @property
+    def inputs(self) -> tuple[Linear, ...]:
+        return (self.input,)
+
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
         """[T, inner width]: what the output projection is given. The states of the step's chunks advance."""
-        spec = self.spec
-        gate, channels_TC, steps_TH = self._project(x_TM).split(
-            [spec.inner_width, spec.num_channels, spec.num_heads], -1
-        )
+        spec, projected = self.spec, self._project(x_TM)
+        if inputs.chunk_tables is not None:
+            return on_gpu().mamba(self, projected, inputs.chunk_tables, state)
+        gate, channels_TC, steps_TH = projected.split([spec.inner_width, spec.num_channels, spec.num_heads], -1)
         mixed_TC = convolve(channels_TC, self.conv_CW, self.conv_bias_C, inputs, state.tails_SWC)
         x, written_along, read_by = mixed_TC.split([spec.inner_width, spec.group_width, spec.group_width], -1)
         x_THP = x.unflatten(-1, (spec.num_heads, spec.head_size)).float()

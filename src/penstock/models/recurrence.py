@@ -10,12 +10,13 @@ what a token writes depends on what those before it wrote, so a tile is a triang
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from penstock.attention.backend import ForwardInputs
-from penstock.models import fla_recurrence
 
 TILE = 64
 
@@ -57,6 +58,8 @@ def convolve(
 
     A tail holds the inputs before a chunk, and then before the next.
     """
+    if inputs.chunk_tables is not None:
+        return on_gpu().convolve(x_TC, conv_CW, bias_C, inputs.chunk_tables, tails_SWC, activates=activates)
     out_TC = torch.empty_like(x_TC)
     for rows, slot in inputs.longer_chunks():
         padded = torch.cat([tails_SWC[slot], x_TC[rows]])
@@ -75,15 +78,8 @@ def convolve(
     return F.silu(out_TC, inplace=True) if activates else out_TC
 
 
-def recur(
-    tokens: RecurrentTokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """[T, H, V]: what the tokens of a step read; the matrices of its chunks advance in place.
-
-    `dtype`: the model's own, to which a kernel may round what it multiplies.
-    """
-    if kernels := fla_recurrence.kernels_for(tokens, dtype):
-        return fla_recurrence.recur_in_one_call(kernels, tokens, inputs, matrices_SHKV, dtype)
+def recur(tokens: RecurrentTokens, inputs: ForwardInputs, matrices_SHKV: torch.Tensor) -> torch.Tensor:
+    """[T, H, V]: what the tokens of a step read; the matrices of its chunks advance in place."""
     out_THV = torch.empty_like(tokens.v_NHV)
     for rows, slot in inputs.longer_chunks():
         out_THV[rows] = advance(tokens.rows(rows), matrices_SHKV[slot])
@@ -135,3 +131,11 @@ def advance_singles(tokens: RecurrentTokens, matrices_SHKV: torch.Tensor, slots_
     matrices_BHKV.addcmul_(k_BHK1, written_BHV[..., None, :])
     matrices_SHKV[slots_B] = matrices_BHKV
     return (matrices_BHKV * q_BHK1).sum(-2)
+
+
+@cache
+def on_gpu() -> Any:
+    """Imported when the first step has tables: Triton is not installed everywhere."""
+    from penstock.models import cuda_recurrence
+
+    return cuda_recurrence

@@ -36,6 +36,10 @@ class ShortConv:
             output=linears["recurrent_output"],
         )
 
+    @property
+    def inputs(self) -> tuple[Linear, ...]:
+        return (self.input,)
+
     def __call__(self, x_TM: torch.Tensor, inputs: ForwardInputs, state: LayerState) -> torch.Tensor:
         """[T, C]: what the output projection is given. The tails of the step's chunks advance."""
         before_TC, after_TC, x_TC = self.input(x_TM).chunk(3, dim=-1)
