@@ -4,7 +4,8 @@ Run it with the interpreter that has vLLM. Of Penstock it needs the files alone,
 
     PYTHONPATH=src python benchmarks/h200/vllm_peer.py
 
-Environment: SHAPE, one of those of `bench gpu --shape`; BATCHED, its token budget per step; ONLY, which parts of pdmos.
+Environment: SHAPE, one of those of `bench gpu --shape`; BATCHED, its token budget per step; ONLY, which parts of pdmos;
+BUDGETS, such as 2048,512: part m again with the scheduler of the same process held to so many tokens a step.
 Every engine has weights drawn alike, the same token ids and the same order of requests.
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,10 @@ class Vllm:
         )
         self._numbers = itertools.count()
         self.sampling = GREEDY
+
+    def use_budget(self, num_tokens: int) -> None:
+        """Holds the scheduler to so many tokens a step; at most those that it began with."""
+        self._llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = num_tokens
 
     def sharpen(self, factor: float) -> None:
         self._llm.apply_model(lambda model: model.lm_head.weight.data.mul_(factor).shape)
@@ -126,7 +132,11 @@ def main() -> None:
         run.seconds([run.work.tokens(NUM_WARM_TOKENS, 0)], [4])
     facts = {"engine": "vllm", "version": vllm.__version__, "shape": shape, "batched": batched}
     facts |= {"device": torch.cuda.get_device_name()}
-    print("RESULT", json.dumps({**facts, **run.run(parts)}))
+    found = run.run(parts)
+    for budget in filter(None, os.environ.get("BUDGETS", "").split(",")):
+        subject.use_budget(int(budget))
+        found[f"mixed_of_{int(budget)}"] = asdict(run.beside_decodes())
+    print("RESULT", json.dumps({**facts, **found}))
 
 
 if __name__ == "__main__":

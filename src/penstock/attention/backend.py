@@ -38,6 +38,7 @@ class ForwardInputs:
     rotary_variants: tuple[str, ...]
     sequence_ids: tuple[int, ...]
     logit_rows: torch.Tensor
+    asks_last: tuple[bool, ...] | None = None  # by chunk, whether `logit_rows` has its last row; None: others are in it
     state_slots: tuple[int, ...] = ()  # of each chunk, where the model has recurrent state
     state_loads: tuple[tuple[int | None, int], ...] = ()  # (from, to) before the step; from None: zeros
     state_saves: tuple[tuple[int, int], ...] = ()  # (from, to) after it
@@ -62,6 +63,10 @@ class ForwardInputs:
             return tuple(values[chunk] for chunk in chunks) if values else ()
 
         lacking = (self.query_starts[chunk + 1] - end for chunk, end in zip(chunks, ends, strict=True))
+        asks_last = None
+        if self.asks_last is not None:  # of a chunk that goes on nothing is asked
+            asks = zip(chunks, ends, strict=True)
+            asks_last = tuple(self.asks_last[chunk] and end == self.query_starts[chunk + 1] for chunk, end in asks)
         is_own = (self.logit_rows >= rows.start) & (self.logit_rows < rows.stop)
         return replace(
             self,
@@ -73,8 +78,33 @@ class ForwardInputs:
             rotary_variants=of_chunks(self.rotary_variants),
             sequence_ids=of_chunks(self.sequence_ids),
             logit_rows=self.logit_rows[is_own] - rows.start,
+            asks_last=asks_last,
             state_slots=of_chunks(self.state_slots),
             source_lens=of_chunks(self.source_lens),
+        )
+
+    def of_asked_rows(self) -> ForwardInputs | None:
+        """Makes the step of the rows in `logit_rows`, once the last layer has stored all; None: every row is needed.
+
+        What the last layer makes of the others is used by nobody. `logit_rows` are still those of the whole step.
+        """
+        if self.asks_last is None or self.media is not None or self.take_hidden is not None:
+            return None
+        if len(self.logit_rows) == len(self.ids_T):
+            return None
+
+        def of_chunks(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(value for value, asks in zip(values, self.asks_last or (), strict=False) if asks)
+
+        return replace(
+            self,
+            ids_T=self.ids_T[self.logit_rows],
+            positions_T=self.positions_T[self.logit_rows],
+            query_starts=tuple(range(len(self.logit_rows) + 1)),
+            context_lens=of_chunks(self.context_lens),
+            block_table=of_chunks(self.block_table),
+            rotary_variants=of_chunks(self.rotary_variants),
+            sequence_ids=of_chunks(self.sequence_ids),
         )
 
     def longer_chunks(self) -> Iterator[tuple[slice, int]]:

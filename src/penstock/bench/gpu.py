@@ -22,6 +22,7 @@ from penstock.plan.machine import process_age_s
 from penstock.request import StepPlan, StepResult
 from penstock.trace.environment import versions
 
+WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})  # of the host
 REST_S = 1.0  # a card that has just been warmed up is slower for a moment
 
 
@@ -97,12 +98,20 @@ class GpuBench(WorkRun):
         for _ in range(num_warm):
             self.engine.step()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            began = time.perf_counter()
             for _ in range(num_steps):
                 self.engine.step()
+            step_us = (time.perf_counter() - began) / num_steps * 1e6
         while self.engine.has_work:
             self.engine.step()
-        self.report(f"profile of {name}", f"us per step, {num_steps} steps")
-        busy = [kernel for kernel in seen.key_averages() if kernel.self_device_time_total > 0]
+        found = seen.key_averages()
+        busy = [kernel for kernel in found if kernel.self_device_time_total > 0]
+        num_kernels = sum(kernel.count for kernel in busy) / num_steps
+        num_waits = sum(call.count for call in found if call.key in WAITS) / num_steps
+        per_layer = num_kernels / self.engine.model.spec.num_layers
+        busy_us = sum(kernel.self_device_time_total for kernel in busy) / num_steps
+        kernels = f"{num_kernels:.0f} kernels, {per_layer:.1f} a layer, {busy_us:.0f} us of {step_us:.0f}"
+        self.report(f"profile of {name}", f"{kernels}; the host waits {num_waits:.1f} times; us per step")
         for kernel in sorted(busy, key=lambda kernel: -kernel.self_device_time_total)[:16]:
             us_per_step = kernel.self_device_time_total / num_steps
             self.report(f"{us_per_step:10.1f} us  {kernel.count / num_steps:6.0f} x", kernel.key[:90])

@@ -157,6 +157,7 @@ class Runner:
         take_hidden: Callable[[torch.Tensor], None] | None,
     ) -> ForwardInputs:
         place_by_sequence, last_tokens = self._last
+        asks_others = len(logit_rows) != sum(chunk.wants_logits for chunk in chunks)  # for prompt logprobs
         query_starts = [0]
         for chunk in chunks:
             query_starts.append(query_starts[-1] + chunk.num_tokens)
@@ -184,6 +185,7 @@ class Runner:
             rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in chunks),
             sequence_ids=tuple(chunk.sequence_id for chunk in chunks),
             logit_rows=logit_rows_L,
+            asks_last=None if asks_others else tuple(chunk.wants_logits for chunk in chunks),
             state_slots=tuple(chunk.state.slot for chunk in chunks if chunk.state),
             state_loads=tuple(
                 (chunk.state.source, chunk.state.slot)

@@ -56,6 +56,7 @@ class CompiledSteps:
             )
         self._calls: list[tuple[int, Any]] = []  # (kind, struct), kept alive: the table holds their addresses
         self._ends: list[int] = []  # of the calls of each layer
+        self._last_stored = 0  # calls until the last layer's keys and values are in the pages
         for layer in decoder.layers:
             assert isinstance(layer.mixer, Attention)
             self._list_attention(layer, layer.mixer)
@@ -95,11 +96,27 @@ class CompiledSteps:
             mixture = self._mixture | {"num_tokens": num_rows}
             num_bytes = max(num_bytes, mixture_bytes(self._kernels, mixture, layout.num_threads))
         first, last = self._ends[layers.start - 1] if layers.start else 0, self._ends[layers.stop - 1]
-        fields = {"calls": self._table + first, "layout": layout, "workspace": workspace(num_bytes).data_ptr()}
-        step = ffi().new("struct step *", fields | {"num_calls": last - first, "num_rows": num_rows})
-        self._kernels.library.penstock_run_step(step)
-        if is_elsewhere:
-            passage.hidden_TM.copy_(hidden_TM)
+
+        def run(first: int, last: int, num_rows: int) -> None:
+            fields = {"calls": self._table + first, "workspace": workspace(num_bytes).data_ptr()}
+            fields["layout"] = self._compiled.layout(self._decoder.spec.num_heads)  # of the step that is begun
+            step = ffi().new("struct step *", fields | {"num_calls": last - first, "num_rows": num_rows})
+            self._kernels.library.penstock_run_step(step)
+
+        asked = passage.inputs.of_asked_rows() if layers.stop == len(self._ends) else None
+        if asked is None:
+            run(first, last, num_rows)
+            if is_elsewhere:
+                passage.hidden_TM.copy_(hidden_TM)
+            return
+        run(first, self._last_stored, num_rows)
+        rows_L = passage.inputs.logit_rows
+        if len(rows_L):
+            for rows in hidden_TM, self._rotated:
+                rows[: len(rows_L)] = rows[rows_L]
+            self._attention.begin_step(asked)
+            run(self._last_stored, last, len(rows_L))
+            passage.hidden_TM[rows_L] = hidden_TM[: len(rows_L)].clone()
 
     def _list_attention(self, layer: Layer, mixer: Attention) -> None:
         spec = self._decoder.spec
@@ -127,6 +144,7 @@ class CompiledSteps:
             cosines, sines = self._rotations[layer.spec.rotary]
             store |= {"cosines": cosines.data_ptr(), "sines": sines.data_ptr(), "half": cosines.shape[-1]}
         self._list("store", store)
+        self._last_stored = len(self._calls)
         attend = {
             "queries": self._rotated.data_ptr(),
             "out": self._attended.data_ptr(),

@@ -181,27 +181,37 @@ class Decoder:
     def advance(
         self, index: int, passage: Passage, attention: AttentionBackend, states: StateStorage | None = None
     ) -> None:
-        """Takes tokens through one layer."""
+        """Takes tokens through one layer; of the last layer, those whose logits are asked, if that is known."""
         layer, inputs, hidden_TM = self.layers[index], passage.inputs, passage.hidden_TM
+        asked = inputs.of_asked_rows() if index == len(self.layers) - 1 else None
+        rows = slice(None) if asked is None else inputs.logit_rows
         normed = self._normed(layer, "input_layernorm", hidden_TM)
+        if asked is not None:
+            hidden_TM = hidden_TM[rows]
         if isinstance(layer.mixer, Attention):
             rotation = passage.rotations[layer.spec.rotary] if layer.spec.rotary else None
-            mixed = self._attended(layer, layer.mixer, normed, rotation, attention, passage.query_scale_T11)
-            self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM, self.spec.attention_output_scale)
+            mixed = self._attended(layer, layer.mixer, normed, rotation, attention, passage.query_scale_T11, asked)
+            if len(hidden_TM):
+                self._add(layer, "attention", layer.mixer.output, mixed, hidden_TM, self.spec.attention_output_scale)
         for recurrence in (layer.mixer, layer.beside):
             if isinstance(recurrence, Recurrence):
                 assert states is not None, "recurrent layers need their states"
-                mixed = recurrence(normed, inputs, states.layers[index])
+                mixed = recurrence(normed, inputs, states.layers[index])[rows]
                 scale = recurrence.spec.output_scale if isinstance(recurrence, Mamba) else 1.0
-                self._add(layer, "attention", recurrence.output, mixed, hidden_TM, scale)
+                if len(hidden_TM):
+                    self._add(layer, "attention", recurrence.output, mixed, hidden_TM, scale)
+        if not len(hidden_TM):
+            return
         if layer.mlp is not None:
-            self._mlp(layer, layer.mlp, hidden_TM, inputs.num_real_1, normed if self.spec.is_parallel else None)
+            self._mlp(layer, layer.mlp, hidden_TM, inputs.num_real_1, normed[rows] if self.spec.is_parallel else None)
         if layer.gate is not None and passage.inputs_TLP is not None:
-            layer.gate.add_to(hidden_TM, passage.inputs_TLP[:, index])
+            layer.gate.add_to(hidden_TM, passage.inputs_TLP[rows, index])
         if layer.scale_1 is not None:
             hidden_TM *= layer.scale_1
         if inputs.media is not None and index < len(inputs.media.deepstack_LND):
             hidden_TM[inputs.media.rows_N] += inputs.media.deepstack_LND[index].to(self.dtype)
+        if asked is not None:
+            passage.hidden_TM[rows] = hidden_TM
 
     @torch.inference_mode()
     def use_products(self, num_tokens: int) -> None:
@@ -240,7 +250,9 @@ class Decoder:
         rotation: Rotation | None,
         attention: AttentionBackend,
         query_scale_T11: torch.Tensor | None,
+        asked: ForwardInputs | None,
     ) -> torch.Tensor:
+        """What the output projection is given: of every row, or of those that are asked."""
         spec = self.spec
         if spec.attention_input_scale != 1.0:
             normed_TM = normed_TM * spec.attention_input_scale
@@ -267,6 +279,12 @@ class Decoder:
         rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation, norms)
         if query_scale_T11 is not None:
             rotated_THD *= query_scale_T11
+        if asked is not None:
+            if not asked.num_chunks:
+                return rotated_THD[:0].flatten(1)
+            rotated_THD = rotated_THD[asked.logit_rows]
+            gate_THD = None if gate_THD is None else gate_THD[asked.logit_rows]
+            attention.begin_step(asked)
         attended_THD = attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()
