@@ -17,7 +17,7 @@ import torch
 import triton
 
 from penstock.attention.backend import AttentionRule, ForwardInputs, HeadNorms, Rotation
-from penstock.attention.flashinfer import FlashInferReader, WideChunks, obstacle
+from penstock.attention.flashinfer import FlashInferReader, WideChunks, obstacle, told_while_compiling
 from penstock.attention.spans import attend_spans
 from penstock.cache.storage import KvStorage
 from penstock.errors import first_line
@@ -181,7 +181,8 @@ class CudaAttention:
             self.reader = FlashInferReader(
                 self.storage, self.block_size, num_heads=self.num_heads, num_processors=self.num_processors
             )
-            its_ms = self._chunk_ms(TIMED_CHUNK)
+            with told_while_compiling():
+                its_ms = self._chunk_ms(TIMED_CHUNK)
         except Exception as error:  # it compiles now, with tools that may be missing, and says so in many ways
             self.reader = None
             why = first_line(error, 200)

@@ -7,6 +7,11 @@ It has no float32 and compiles its kernels on first use, so it stands beside our
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +31,9 @@ TILE_TOKENS = {128: 128}  # of a chunk, that one head takes at a time, by its si
 WORKSPACE_BYTES = 16 * 2**20
 # The host may plan a step while the one before it runs, so each writes into buffers of its own.
 NUM_BUFFERS = 2
+SILENT_S, TOLD_EVERY_S = 3.0, 15.0  # a cache of compiled kernels is read within the first
+
+_log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,27 @@ class WideChunks:
             last_page_lens=((contexts[chosen] - 1) % block_size + 1).astype(np.int32),
             run=run,
         )
+
+
+@contextmanager
+def told_while_compiling() -> Generator[None]:
+    """Logs what takes so long as soon as it does, and how long it has taken, until it is over."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        began, wait_s = time.monotonic(), SILENT_S
+        while not is_over.wait(wait_s):
+            passed = f"{time.monotonic() - began:.0f} s so far"
+            _log.warning("FlashInfer compiles its attention for this card, once, in about two minutes; %s.", passed)
+            wait_s = TOLD_EVERY_S
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
 
 
 def obstacle(storage: KvStorage) -> str | None:
