@@ -177,17 +177,18 @@ def test_a_step_reads_every_weight_but_the_embeddings_and_all_keys_and_values():
 
 
 def test_a_prompt_needs_the_products_that_torch_counts():
-    """Torch counts every pair of attention, and a row of the head for each token."""
+    """Torch counts every pair of attention, and a row of the head for each token. Of the last layer, keys and values."""
     length, limits = 40, DeviceLimits(product_gflops=1e-9, read_gb_per_s=1e30)
-    model = random_transformers_model(SHAPE, "cpu")
+    layers, heads = SHAPE["num_hidden_layers"] - 1, SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    model = random_transformers_model(SHAPE | {"num_hidden_layers": layers}, "cpu")
     model.set_attn_implementation("eager")
     with torch.inference_mode(), FlopCounterMode(display=False) as counted:
         model(torch.tensor([SMALL.tokens(length, 0)]))
-    layers, heads = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     unseen = 4 * heads * layers * (length * length - length * (length + 1) // 2)
     heads_of_others = 2 * (length - 1) * SHAPE["vocab_size"] * SHAPE["hidden_size"]
     norms = 2 * length * (layers * (2 * SHAPE["hidden_size"] + 2 * SHAPE["head_dim"]) + SHAPE["hidden_size"])
-    expected = counted.get_total_flops() - unseen - heads_of_others + norms
+    kept = 2 * length * 2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * SHAPE["hidden_size"]
+    expected = counted.get_total_flops() - unseen - heads_of_others + norms + kept
     assert least_read_s(decoder_spec(SHAPE), length, limits) == expected
 
 

@@ -120,7 +120,7 @@ def test_all_rows_may_choose_the_same_experts_and_others_none(num_rows):
 @pytest.mark.parametrize("normalizes_chosen", [True, False])
 def test_routes_are_those_of_the_cpu(num_rows, normalizes_chosen):
     made = experts(spec(12, 5, normalizes_chosen=normalizes_chosen))
-    weights, chosen = made._route(rows(num_rows))
+    weights, chosen = made.route(rows(num_rows))
     routed = cuda_experts.route(on_device(made), rows(num_rows).to(DEVICE))
     assert routed.experts_TA.cpu().tolist() == chosen.tolist()
     assert torch.allclose(routed.weights_TA.cpu(), weights, atol=1e-6)

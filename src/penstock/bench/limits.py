@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, pairwise
 
@@ -72,10 +73,15 @@ def _fastest_s(function: Callable[[], object]) -> float:
 
 
 def least_read_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
-    """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
-    attending = (layer for layer in spec.layers if layer.has_attention)
+    """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once.
+
+    Of the last layer, all tokens but one need keys and values alone.
+    """
+    before, last = replace(spec, layers=spec.layers[:-1]), spec.layers[-1]
+    attending = (layer for layer in before.layers if layer.has_attention)
     pairs = sum(_num_pairs(num_tokens, layer.window) * layer.head_size for layer in attending)
-    flops = 2 * num_tokens * _parameters_of_layers(spec, 1) + 2 * spec.vocab_size * spec.hidden_size
+    kept = 2 * last.kv_rows * spec.hidden_size if last.has_attention else 0
+    flops = 2 * num_tokens * (_parameters_of_layers(before, 1) + kept) + 2 * spec.vocab_size * spec.hidden_size
     flops += 4 * spec.num_heads * pairs
     read_s = least_step_s(spec, [0] * num_tokens, limits)
     return max(flops / (limits.product_gflops * 1e9), read_s)
