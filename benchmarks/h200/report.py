@@ -1,13 +1,15 @@
-"""Reads last.json, prints the table of both engines, writes it into README.md, and draws the trade-off curve.
+"""Reads last.json, prints the tables of both engines by shape, writes them into README.md, and draws the curve.
 
 Work that one of the two was not measured with is left out.
 
-`python benchmarks/h200/report.py PENSTOCK_LOG VLLM_LOG... --commit HASH` first makes last.json from what they printed.
+`python benchmarks/h200/report.py PENSTOCK_LOG VLLM_LOG... --shape SHAPE --commit HASH` first puts into last.json what they
+printed. Of a run that ended before its RESULT the rows that it had printed count.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MARK = "<!-- table -->"
+CURVE = "qwen3-8b"  # the shape whose trade-off is drawn
 TIMES = {
     "prefill_2048": "read 2,048 tokens",
     "prefill_8192": "read 8,192 tokens",
@@ -33,32 +36,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logs", nargs="*", type=Path)
     parser.add_argument("--commit")
+    parser.add_argument("--shape", default=CURVE)
     asked = parser.parse_args()
+    last = json.loads((HERE / "last.json").read_text())
     if asked.logs:
         results = [_result(log) for log in asked.logs]
-        last = {
+        last[asked.shape] = {
             "commit": asked.commit,
             "penstock": _one(results, "penstock", "optimized-native-text"),
-            "vllm": {str(result["batched"]): result for result in results if result["engine"] == "vllm"},
+            "vllm": dict(_budgets([result for result in results if result["engine"] == "vllm"])),
             "lane_of_transformers": _one(results, "penstock", "transformers-generic-text"),
             "transformers": _one(results, "transformers", None),
         }
         (HERE / "last.json").write_text(json.dumps(last, indent=1) + "\n")
-    last = json.loads((HERE / "last.json").read_text())
     print(table(last))
     readme = HERE / "README.md"
     before, _, after = readme.read_text().split(MARK)
     readme.write_text(f"{before}{MARK}\n{table(last)}\n{MARK}{after}")
-    _draw(last)
+    _draw(last[CURVE])
 
 
 def _result(log: Path) -> dict[str, Any]:
     text = log.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("RESULT "))
+    line = next((line for line in text.splitlines() if line.startswith("RESULT ")), None)
     version = re.search(r"LLM engine \(v([\d.]+)\)", text)  # as vLLM says when it starts
+    of_vllm = {} if version is None else {"version": version[1]}
+    if line is None:
+        engine = (
+            {"engine": "vllm", "batched": 8192} if version else {"engine": "penstock", "lane": "optimized-native-text"}
+        )
+        return engine | of_vllm | _printed(text)
     found = json.loads(line.removeprefix("RESULT "))
     found.get("versions", {}).pop("commit", None)  # a copy of the files may know an older one; --commit says it
-    return ({} if version is None else {"version": version[1]}) | found
+    return of_vllm | found
+
+
+def _printed(text: str) -> dict[str, Any]:
+    """Reads the rows of a run that was ended before it printed its RESULT."""
+    found: dict[str, Any] = {}
+    target = ""
+    for name, value in re.findall(r"^([a-z][\w ,]*): (.*)$", text, re.MULTILINE):
+        words = name.split()
+        if words[0] == "target":
+            target = f"_at_{value.split()[0]}_ms"
+        elif words[0] == "prefill":
+            found[f"prefill_{words[1]}"] = float(value.split()[0]) / 1e3
+        elif words[0] == "decode" and value.endswith("tok/s"):
+            found[f"tpot_{words[1]}_{words[3]}"] = float(value.split()[0]) / 1e3
+        elif name == "beside decodes":
+            fields = re.findall(r"(\w+)=([\d.e-]+)", value)
+            found[f"mixed{target}"] = {key: float(number) for key, number in fields}
+        elif name == "offline":
+            found[name] = ast.literal_eval(value)
+    return found
+
+
+def _budgets(results: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (tokens of a step, result) of vLLM; one process may have been held to several budgets."""
+    for result in results:
+        yield str(result["batched"]), result
+        for key, value in result.items():
+            if key.startswith("mixed_of_"):
+                yield key.removeprefix("mixed_of_"), {"mixed": value}
 
 
 def _one(results: list[dict[str, Any]], engine: str, lane: str | None) -> dict[str, Any]:
@@ -69,14 +108,16 @@ def _one(results: list[dict[str, Any]], engine: str, lane: str | None) -> dict[s
     return found
 
 
-def table(last: dict[str, Any]) -> str:
-    return "\n".join(_lines(last))
+def table(last: dict[str, dict[str, Any]]) -> str:
+    """Writes a section for each shape."""
+    return "\n\n".join("\n".join([f"### {shape}", "", *_lines(found)]) for shape, found in last.items())
 
 
 def _lines(last: dict[str, Any]) -> Iterator[str]:
     ours, theirs = last["penstock"], last["vllm"]
     full = theirs["8192"]
-    yield f"Commit {last['commit']}, one {ours['device']}, both engines one after the other on one machine."
+    card = full.get("device", "NVIDIA H200")
+    yield f"Commit {last['commit']}, one {card}, both engines one after the other on one machine."
     yield ""
     yield f"| work | Penstock | vLLM {full['version']} | vLLM / Penstock | limit |"
     yield "|---|---|---|---|---|"

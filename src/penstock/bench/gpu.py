@@ -91,6 +91,7 @@ class GpuBench(WorkRun):
         return found
 
     def _profile(self, name: str, prompts: Sequence[Sequence[int]], num_warm: int, num_steps: int) -> None:
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         for prompt in prompts:
@@ -105,7 +106,7 @@ class GpuBench(WorkRun):
         while self.engine.has_work:
             self.engine.step()
         found = seen.key_averages()
-        busy = [kernel for kernel in found if kernel.self_device_time_total > 0]
+        busy = [kernel for kernel in found if kernel.device_type == DeviceType.CUDA]
         num_kernels = sum(kernel.count for kernel in busy) / num_steps
         num_waits = sum(call.count for call in found if call.key in WAITS) / num_steps
         per_layer = num_kernels / self.engine.model.spec.num_layers
@@ -170,6 +171,7 @@ def measure_gpu(
         found = bench.run(parts.replace("b", ""), targets_ms)
         if with_profile:
             bench.profile()
+        spec = engine.model.spec
         facts = {
             "engine": "penstock",
             "lane": engine.model.lane.facts.id,
@@ -180,7 +182,6 @@ def measure_gpu(
         }
     facts |= {"shape": shape} if model is None else {}
     peak_bytes = torch.cuda.max_memory_allocated()
-    spec = engine.model.spec
     del engine, bench
     gc.collect()
     torch.cuda.empty_cache()
