@@ -2,8 +2,8 @@
 
 Work that one of the two was not measured with is left out.
 
-`python benchmarks/h200/report.py PENSTOCK_LOG VLLM_LOG... --shape SHAPE --commit HASH` first puts into last.json what they
-printed. Of a run that ended before its RESULT the rows that it had printed count.
+`python benchmarks/h200/report.py PENSTOCK_LOG VLLM_LOG... --shape SHAPE --commit HASH` first puts what they printed
+into last.json. Of a run that ended before its RESULT the rows that it had printed count.
 """
 
 from __future__ import annotations

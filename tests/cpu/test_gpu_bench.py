@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.bench.gpu import GpuBench, against_limits
 from penstock.bench.limits import DeviceLimits, _num_pairs, least_read_s, least_step_s
 from penstock.bench.random_model import random_engine, random_transformers_model, save_model
-from penstock.bench.work import SHAPES, Mixed, Work
+from penstock.bench.work import SHAPES, Mixed, Work, WorkRun
 from penstock.cli.bench import SHAPE_NAMES
 from penstock.engine.engine import Engine
 from penstock.models.spec import decoder_spec
@@ -93,7 +93,7 @@ def test_another_engine_is_given_our_work_on_every_shape(shape):
 
 
 def test_the_work_is_what_vllm_was_measured_with():
-    work, last = Work(), json.loads((H200 / "last.json").read_text())["vllm"]["8192"]
+    work, last = Work(), json.loads((H200 / "last.json").read_text())["qwen3-8b"]["vllm"]["8192"]
     keys = {f"prefill_{length}" for length in work.prompt_lengths} | {f"tpot_{b}_{c}" for b, c in work.batches}
     assert keys | {"mixed", "offline"} == set(last) - {"engine", "version", "shape", "batched", "device"}
     assert set(last["mixed"]) == {field.name for field in fields(Mixed)}
@@ -148,9 +148,10 @@ def test_random_weights_can_be_packed():
 def test_a_time_below_its_limit_is_told_as_a_wrong_limit():
     report = program(H200 / "report.py", "h200_report")
     last = json.loads((H200 / "last.json").read_text())
-    last["penstock"]["least_s"] = {"tpot_1_1024": 0.9 * last["penstock"]["tpot_1_1024"]}
+    ours = last["qwen3-8b"]["penstock"]
+    ours["least_s"] = {"tpot_1_1024": 0.9 * ours["tpot_1_1024"]}
     assert "is wrong" not in report.table(last)
-    last["penstock"]["tpot_1_1024"] *= 0.8
+    ours["tpot_1_1024"] *= 0.8
     (wrong,) = (line for line in report.table(last).splitlines() if "is wrong" in line)
     assert wrong.startswith("| decode step, 1 at 1k")
 
@@ -177,7 +178,7 @@ def test_a_step_reads_every_weight_but_the_embeddings_and_all_keys_and_values():
 
 
 def test_a_prompt_needs_the_products_that_torch_counts():
-    """Torch counts every pair of attention, and a row of the head for each token. Of the last layer, keys and values."""
+    """Torch counts every pair of attention and a row of the head for each token; of the last layer, keys are enough."""
     length, limits = 40, DeviceLimits(product_gflops=1e-9, read_gb_per_s=1e30)
     layers, heads = SHAPE["num_hidden_layers"] - 1, SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     model = random_transformers_model(SHAPE | {"num_hidden_layers": layers}, "cpu")
@@ -199,3 +200,17 @@ def test_few_rows_choose_few_experts_and_windows_hide_keys():
     of_one = 3 * shape["moe_intermediate_size"] * shape["hidden_size"] * shape["num_hidden_layers"]
     assert many - one == pytest.approx((shape["num_experts"] - shape["num_experts_per_tok"]) * of_one)
     assert _num_pairs(7, 3) == sum(min(position + 1, 3) for position in range(7))
+
+
+def test_rows_of_a_run_that_was_ended_are_read_as_it_printed_them():
+    report = program(H200 / "report.py", "h200_report")
+    printed = []
+    run = WorkRun(None, SMALL, lambda name, value: printed.append(f"{name}: {value}"))
+    run.report("prefill 2048", "12.5 ms, 163840 tok/s")
+    run.report("decode 8 at 1024", "2.125 ms per step, 3765 tok/s")
+    run.report("target", "44 ms, cost ['1.00e-03']")
+    run.report("beside decodes", Mixed(ttft=1.5, itl_quiet_p50=0.1, itl_p50=0.2, itl_p99=3e-05, itl_max=0.4, n=7))
+    keys = report._printed("\n".join(printed))
+    assert keys["prefill_2048"] == 0.0125
+    assert keys["tpot_8_1024"] == 0.002125
+    assert Mixed(**keys["mixed_at_44_ms"]).itl_p99 == 3e-05

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -74,6 +75,8 @@ class Sweep:
     def _begin(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[Passage]]:
         decoder = self._decoder
         hidden_TM = torch.empty(len(inputs.ids_T), decoder.spec.hidden_size, dtype=decoder.residual_dtype)
+        if inputs.layers is not None:  # what is asked is known when the last layer comes
+            inputs = replace(inputs, asks_last=None)
         tiles = [inputs] if inputs.media is not None else list(cut(inputs, self.width))
         rows = hidden_TM.split([len(tile.ids_T) for tile in tiles])
         return hidden_TM, [decoder.begin(tile, out_TM) for tile, out_TM in zip(tiles, rows, strict=True)]
