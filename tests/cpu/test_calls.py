@@ -14,12 +14,14 @@ from penstock.server.app import make_app
 from penstock.server.settings import ServerSettings
 
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
-PARAMETERS = {
+ASKED = {
     "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Bonn", "Rome"]}, "days": {"type": "integer", "enum": [1, 2]}},
+    "properties": {"city": {"$ref": "#/$defs/City", "title": "A"}, "days": {"type": "integer", "enum": [1, 2]}},
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+# As libraries write classes of people: each a definition, and a reference to it.
+PARAMETERS = {"$ref": "#/$defs/Asked", "$defs": {"Asked": ASKED, "City": {"type": "string", "enum": ["Bonn", "Rome"]}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 SPECIAL = {
     "mistral-args": ["[TOOL_CALLS]", "[ARGS]"],

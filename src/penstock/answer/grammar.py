@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.answer.formats import CallFormat, ReasoningFormat
 from penstock.answer.notations import Schemas, XmlCall
-from penstock.answer.values import types_of
+from penstock.answer.values import resolved, types_of
 from penstock.errors import InvalidPrompt
 
 # JSON without free white space, of which a small model may never stop writing.
@@ -52,7 +52,7 @@ class GrammarWriter:
     def _members(self, xml: XmlCall, schema: Mapping[str, Any]) -> Iterator[str]:
         known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         for key, given in (schema.get("properties") or {}).items():
-            kind = {**known, **given} if isinstance(given, Mapping) else {}
+            kind = {**known, **resolved(given, schema)} if isinstance(given, Mapping) else {}
             start = key.join(xml.key) + ("\n" + xml.value[0] if xml.value[0] else xml.padding)
             end = xml.padding + xml.value[1] + "\n"
             choices = kind.get("enum")

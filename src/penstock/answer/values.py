@@ -145,6 +145,17 @@ def _given(text: str) -> Pieces[None]:
     yield text
 
 
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Follows a reference within the root; what stands beside it stays. A schema without one is given back."""
+    if not isinstance(reference := schema.get("$ref"), str):
+        return schema
+    target: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        target = target.get(part) if isinstance(target, Mapping) else None
+    others = {name: value for name, value in schema.items() if name != "$ref"}
+    return {**target, **others} if isinstance(target, Mapping) else schema
+
+
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Lists the types that a schema within another names; none where it says nothing."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
@@ -154,10 +165,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     for value in schema.get("enum") or ([schema["const"]] if "const" in schema else ()):
         found.add(next((name for name, kinds in TYPES.items() if type(value) in kinds), "string"))
     inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
-    if isinstance(reference := schema.get("$ref"), str):
-        target: Any = root
-        for part in reference.removeprefix("#/").split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
+    if (target := resolved(schema, root)) is not schema:
         inner.append(target)
     return frozenset(found).union(*(types_of(one, root, depth + 1) for one in inner))
 

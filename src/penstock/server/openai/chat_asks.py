@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from penstock.answer.values import resolved
 from penstock.errors import InvalidMedia, InvalidPrompt
 from penstock.request import SamplingParams
 from penstock.server.openai.asks import (
@@ -156,7 +157,8 @@ class Function(Said):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        given = self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        return dict(resolved(given, given))
 
 
 class Tool(Block):
