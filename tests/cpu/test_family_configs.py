@@ -1,15 +1,19 @@
 """Every native family stays native, and what its config leaves out means what its class in transformers says."""
 
+import copy
 import dataclasses
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from config_changes import NOT_TRIED, changes
 from family_sizes import MORE, SIZES
 from tiny_models import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from penstock.errors import PenstockError
 from penstock.lanes.table import pick_lane
 from penstock.models.families import FAMILIES
 from penstock.models.media_spec import NATIVE_MEDIA
@@ -18,6 +22,15 @@ from penstock.models.spec import decoder_spec
 
 INSIDE_OTHERS = {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # decoders that come only with images
 NOT_TRIED_TINY = {"qwen2_moe"}
+PUBLISHED = [json.loads(line) for line in (Path(__file__).parents[1] / "published_configs.jsonl").open()]
+SIZES_THAT_STAY = {
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "max_position_embeddings"),
+}
+# Keys whose value follows from others where they are left out.
+REFUSED = {"longchat-dynamic", "embedding-gemma", "stablelm-2-12b", "command-r-plus"}
+FOLLOWING = {"layer_types", "no_rope_layers", "head_dim", "layers_block_type", "per_layer_config"}
+NOT_COMPARED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "families.json"
 
 
@@ -109,3 +122,80 @@ def test_a_model_has_as_many_parameters_as_its_plan_counts(name):
     num_tied = sum(value.numel() for key, value in stored_only.items() if key == "lm_head.weight")
     expected = sum(value.numel() for value in [*named.values(), *stored_only.values()]) - num_tied
     assert native_shape(stored(config), "float32").num_parameters == expected
+
+
+def parts(spec):
+    """All that a spec says, its rotary tables without the names of what they were made of."""
+    said = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    said["rotaries"] = {
+        name: dataclasses.replace(
+            rotary,
+            parameters={
+                key: value
+                for key, value in rotary.parameters.items()
+                if value is not None and key not in NOT_COMPARED | {"original_max_position_embeddings"}
+            },
+        )
+        for name, rotary in spec.rotaries.items()
+    }
+    return said
+
+
+def is_read_as_its_class_reads_it(raw, config_class):
+    """True or False; None: the class refuses the config, or our decoder does, or that which its class makes of it."""
+    try:
+        given = {key: value for key, value in copy.deepcopy(raw).items() if key != "model_type"}
+        completed = stored(config_class(**given))
+    except Exception:
+        return None
+    try:
+        read = decoder_spec(raw)
+    except PenstockError:
+        return None
+    return parts(read) == parts(decoder_spec(completed))
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["name"])
+def test_a_config_as_it_was_published_is_read_as_its_class_reads_it(config):
+    raw = {key: value for key, value in config.items() if key != "name"}
+    if raw["model_type"] in FAMILIES:
+        read = is_read_as_its_class_reads_it(raw, CONFIG_MAPPING[raw["model_type"]])
+        assert read is not False
+        assert (read is None) == (config["name"] in REFUSED)
+
+
+def in_an_older_spelling(values, draw):
+    """As releases before the fifth wrote rotary parameters, and without some of the keys."""
+    raw = dict(values)
+    rotary = raw.get("rope_parameters")
+    if isinstance(rotary, dict) and "rope_theta" in rotary and draw.random() < 0.6:
+        rotary = dict(raw.pop("rope_parameters"))
+        for name in ("rope_theta", "partial_rotary_factor"):
+            raw |= {name: rotary.pop(name)} if name in rotary else {}
+        kind = rotary.pop("rope_type", "default")
+        raw["rope_scaling"] = {draw.choice(["type", "rope_type"]): kind, **rotary} if kind != "default" else None
+    for name in ("rope_parameters", "sliding_window"):
+        raw |= {name: None} if draw.random() < 0.05 else {}
+    stay = {name: 0.4 if name in FOLLOWING else 0.75 for name in raw} | dict.fromkeys(SIZES_THAT_STAY, 1.0)
+    return {name: value for name, value in raw.items() if draw.random() < stay[name]}
+
+
+@pytest.mark.parametrize("num_drawn", [5, pytest.param(150, marks=pytest.mark.evidence)])
+def test_keys_that_are_changed_together_and_left_out_are_read_as_the_class_reads_them(num_drawn):
+    draw, num_read, wrong = random.Random(num_drawn), 0, []
+    for name in CONFIGS:
+        base = CONFIGS[name]()
+        values = {key: value for key, value in stored(base).items() if key != "architectures"}
+        keys = [key for key in values if key not in NOT_TRIED and not key.endswith("token_id")]
+        for _ in range(num_drawn):
+            new = copy.deepcopy(values)
+            for key in draw.sample(keys, draw.choice([0, 1, 1, 2, 3])):
+                choices = [one for one in changes(key, new[key]) if not (isinstance(one, int) and one == 0)]
+                new[key] = draw.choice(choices or [new[key]])
+            raw = in_an_older_spelling(new, draw)
+            is_right = is_read_as_its_class_reads_it(raw, type(base))
+            num_read += is_right is True
+            if is_right is False:
+                wrong.append((name, {key: one for key, one in raw.items() if one != values.get(key)}))
+    assert not wrong
+    assert num_read > num_drawn * len(CONFIGS) / 2

@@ -1,6 +1,8 @@
 """Every value of every native family's config, changed one at a time: right, or of another lane with a reason.
 
-A key that our decoder does not look at and the model's own class does would be wrong in silence; this finds it.
+A key that our decoder does not look at and the model's own class does would be wrong in silence; this finds it. So are
+configs tried as publishers wrote them, on whatever lane they get: only sizes are reduced, and lengths so that prompts
+reach them.
 """
 
 from __future__ import annotations
@@ -8,16 +10,16 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from config_changes import MEANINGLESS, NOT_TRIED, changes
 from logit_recorder import LogitRecorder
 from tiny_models import CONFIGS, prompt, random_model, reference_logits, save_tokenizer
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
@@ -25,57 +27,8 @@ from penstock.lanes.table import pick_lane
 
 MAX_PARAMETERS = 6_000_000
 LENGTHS = (61, 90, 70)
+PUBLISHED = [json.loads(line) for line in (Path(__file__).parents[1] / "published_configs.jsonl").open()]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "memory": "6GiB", "chunk_size": 7, "context": 200}
-# What no forward of a prompt looks at, or what is a kind of its own.
-NOT_TRIED = {
-    *("architectures", "transformers_version", "dtype", "model_type", "num_hidden_layers", "vocab_size", "use_cache"),
-    *("max_position_embeddings", "is_encoder_decoder", "chunk_size_feed_forward", "id2label", "label2id"),
-}
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu")
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SCALINGS: tuple[dict[str, Any], ...] = (
-    {"rope_type": "linear", "factor": 3.0},
-    {"rope_type": "dynamic", "factor": 3.0},
-    {"rope_type": "default", "partial_rotary_factor": 0.5},
-    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-    YARN,
-    YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 20, "beta_slow": 2},
-    YARN | {"attention_factor": 1.3, "truncate": False},
-    LLAMA3 | {"original_max_position_embeddings": 64},
-)
-# Values that mean nothing, whose result is nobody's promise: no group of experts, no shared expert of a given width.
-MEANINGLESS = {("topk_group", 0), ("moe_shared_expert_intermediate_size", 0)}
-
-
-def changes(name: str, value: Any) -> Iterator[Any]:
-    """Other values of a key, of its own kind."""
-    if isinstance(value, bool):
-        yield not value
-    elif isinstance(value, int):
-        yield from {value + 1, value * 2, value // 2, 0, 3} - {value}
-    elif isinstance(value, float):
-        yield value * 1.7 + 0.1
-    elif name == "rope_parameters":
-        yield from rotary_changes(value)
-    elif name in ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"):
-        yield from (one for one in ACTIVATIONS if one != value)
-    elif isinstance(value, list) and value and all(isinstance(one, str) for one in value):
-        yield from (value[::-1], value[1:] + value[:1], value[:1] * len(value))
-    elif isinstance(value, list) and value and all(isinstance(one, (int, float)) for one in value):
-        yield from (value[::-1], [one + 1 for one in value])
-    elif value is None:
-        yield from (8, True, 0.7)
-
-
-def rotary_changes(value: Any) -> Iterator[dict[str, Any]]:
-    is_flat = not isinstance(value, dict) or "rope_type" in value
-    for scaling in SCALINGS:
-        new = {"rope_theta": 10_000.0, **scaling}
-        if is_flat:
-            yield new
-        else:
-            yield from (copy.deepcopy(value) | {kind: new} for kind in value)
 
 
 def changed(base: PretrainedConfig, name: str, value: Any) -> PretrainedConfig:
@@ -147,3 +100,19 @@ def test_no_value_of_a_config_is_wrong_in_silence(name, tmp_path):
     print(f"{name:<28} {dict(counts)}", flush=True)
     assert counts["exact"]
     assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["name"])
+def test_a_config_as_it_was_published_gives_the_logits_of_transformers(config, tmp_path):
+    raw = json.dumps({key: value for key, value in config.items() if key != "name"})
+    (tmp_path / "config.json").write_text(raw)
+    random_model(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(raw)
+    save_tokenizer(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts = [prompt(length, seed) for seed, length in enumerate((61, 90, 150))]
+    whole = [reference_logits(model, tokens)[-1] for tokens in prompts]
+    with Engine.load(str(tmp_path), prefix_cache=False, **SETTINGS) as engine:
+        print(f"{config['name']:<34} {engine.lane.id} {'whole' if engine.lane.reads_whole else 'chunks'}", flush=True)
+        assert is_right(engine, prompts, whole)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from penstock.attention.backend import ForwardInputs
+from penstock.attention.backend import AttentionBackend, ForwardInputs
 from penstock.foreign.forward import Cached, CachedForward
 from penstock.foreign.images import MediaPrompt
-from penstock.foreign.pages import one_by_one
+from penstock.foreign.pages import attending, one_by_one
 
 # Tokens of two probes, far enough apart that the difference shows what a token costs.
 PROBE_LENGTHS = (16, 48)
@@ -145,6 +145,34 @@ class OwnCaches:
 
     def _accepted(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in inputs.items() if self._accepts(name)}
+
+
+class PagedPrompts(OwnCaches):
+    """The same over our pages, which keep the keys and values of any prefix; nothing else is kept of a sequence."""
+
+    def __init__(self, forward: CachedForward, attention: AttentionBackend, num_calls: int) -> None:
+        super().__init__(forward, recomputes=True)
+        self._attention = attention
+        self._num_calls = num_calls
+
+    @torch.inference_mode()
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        logits = []
+        for index, sequence_id in enumerate(inputs.sequence_ids):
+            prompt = self._kept[sequence_id].prompt
+            assert prompt is not None
+            offset = inputs.query_starts[index]
+            num_rows = inputs.query_starts[index + 1] - offset
+            # Read again after a preemption: what is past the prompt was written, and is a call of its own.
+            border = min(max(0, prompt.num_tokens - inputs.context_lens[index] + num_rows), num_rows)
+            for first, last in ((0, border), (border, num_rows)):
+                if first < last:
+                    part = inputs.cut([(index, offset + first, offset + last)])
+                    self._attention.begin_step(part)
+                    with attending(self._attention, self._num_calls):
+                        start = part.context_lens[0] - (last - first)
+                        logits.append(self._call(self._kept[sequence_id], part.ids_T, start, part.logit_rows))
+        return torch.cat(logits)
 
 
 def tensor_bytes(value: Any) -> int:

@@ -40,8 +40,7 @@ class CallSizes:
 
     num_heads: int
     num_kv_heads: int
-    head_size: int
-    value_size: int
+    head_size: int  # keys or values that are shorter are filled up with zeros
 
 
 @dataclass(slots=True)
@@ -77,7 +76,10 @@ def paged_attention(
     current.calls.append(_sizes(query, key, value))
     if attention is None:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # some models view it
-    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = max(key.shape[-1], value.shape[-1])
+    q_THD, k_TKD, v_TKD = (
+        torch.nn.functional.pad(x[0], (0, width - x.shape[-1])).transpose(0, 1) for x in (query, key, value)
+    )
     rule = AttentionRule(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window or None,
@@ -85,7 +87,7 @@ def paged_attention(
     )
     sinks_H = None if s_aux is None else s_aux.float()
     q_THD = attention.store(layer, q_THD, k_TKD, v_TKD, None)
-    return attention.attend(layer, q_THD, rule, sinks_H)[None], None
+    return attention.attend(layer, q_THD, rule, sinks_H)[None, ..., : value.shape[-1]], None
 
 
 def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> CallSizes:
@@ -94,8 +96,7 @@ def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> CallS
     return CallSizes(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
-        head_size=key.shape[-1],
-        value_size=value.shape[-1],
+        head_size=max(key.shape[-1], value.shape[-1]),
     )
 
 
@@ -117,9 +118,16 @@ def use_paged_attention(model: Any) -> None:
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     if not model._can_set_attn_implementation():
         raise CannotJoin(f"{type(model).__name__} does not use the library's attention interface")
-    model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME:
+    set_attention(model, ATTENTION_NAME)
+    if model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
         raise CannotJoin(f"{type(model).__name__} does not take another attention")
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Sets the attention of the decoder alone: images are encoded as they were."""
+    text = model.config.get_text_config()
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part, None) is text]
+    model.set_attn_implementation({"": name, parts[0]: name} if parts else name)
 
 
 @torch.inference_mode()
@@ -127,6 +135,8 @@ def attention_calls(model: Any, signature: ForwardSignature) -> tuple[CallSizes,
     """The sizes of every attention call of a forward, from one token; raises where our pages cannot hold them."""
     if not signature.accepts("position_ids"):
         raise CannotJoin("its forward takes no position_ids")
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        raise CannotJoin("its own cache holds compressed keys, which are many times smaller than pages of whole ones")
     probe = _JoinedStep(None)
     token = _current.set(probe)
     try:
@@ -138,14 +148,17 @@ def attention_calls(model: Any, signature: ForwardSignature) -> tuple[CallSizes,
         raise CannotJoin(f"its forward fails with our attention ({first_line(error)})") from error
     finally:
         _current.reset(token)
-    sizes = {(call.num_kv_heads, call.head_size, call.value_size) for call in probe.calls}
+    sizes = {(call.num_kv_heads, call.head_size) for call in probe.calls}
     if not sizes:
         raise CannotJoin("no layer called the library's attention interface")
     if len(sizes) > 1:
         raise CannotJoin("its layers have keys of different sizes")
-    if any(call.head_size != call.value_size for call in probe.calls):
-        raise CannotJoin("its keys and values have different sizes")
     return tuple(probe.calls)
+
+
+def sizes_of(calls: Sequence[CallSizes]) -> dict[str, int]:
+    """The sizes of all layers' calls, which are alike."""
+    return {name: getattr(calls[0], name) for name in ("num_heads", "num_kv_heads", "head_size")}
 
 
 def pages_of(model: Any, calls: Sequence[CallSizes], num_slots: int) -> KvStorage:
@@ -158,6 +171,18 @@ def pages_of(model: Any, calls: Sequence[CallSizes], num_slots: int) -> KvStorag
         dtype=model.dtype,
         device=model.device,
     )
+
+
+@contextmanager
+def attending(attention: AttentionBackend, num_calls: int) -> Generator[None]:
+    """Lets the attention calls of one forward have the pages of their layers."""
+    step = _JoinedStep(attention)
+    token = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+    assert len(step.calls) == num_calls, f"{len(step.calls)} attention calls, {num_calls} expected"
 
 
 class JoinedForward:
@@ -178,15 +203,9 @@ class JoinedForward:
         return self.logits(inputs, attention, torch.arange(len(inputs.ids_T), device=self.device))
 
     def logits(self, inputs: ForwardInputs, attention: AttentionBackend, rows: torch.Tensor) -> torch.Tensor:
-        step = _JoinedStep(attention)
-        token = _current.set(step)
-        try:
-            joined = {"input_ids": inputs.ids_T[None], "position_ids": inputs.positions_T[None]}
-            logits = self.calls.logits(joined, rows)
-        finally:
-            _current.reset(token)
-        assert len(step.calls) == self._num_calls, f"{len(step.calls)} attention calls, {self._num_calls} expected"
-        return logits
+        joined = {"input_ids": inputs.ids_T[None], "position_ids": inputs.positions_T[None]}
+        with attending(attention, self._num_calls):
+            return self.calls.logits(joined, rows)
 
 
 class JoinedModel:

@@ -58,11 +58,22 @@ class Checks:
         changes: dict[str, Any] = {part: found}
         if not found.exact:
             changes |= {"exact": False, "max_difference": found.max_difference, "reason": found.reason}
-            if self.verdict.way in (Way.PACKED, Way.PAGED):  # what failed is not used to read whole prompts either
+            if self.has_pages:  # what failed is not used to read whole prompts either
                 changes["way"] = Way.OWN_CACHE
+        return self._changed(changes)
+
+    def with_own_cache(self) -> Checks:
+        """The verdict for the model's own cache, where pages are not exact."""
+        return self._changed({"way": Way.OWN_CACHE})
+
+    def _changed(self, changes: dict[str, Any]) -> Checks:
         checks = dataclasses.replace(self, verdict=self.verdict.model_copy(update=changes))
         self.place.keep_verdict(checks.verdict)
         return checks
+
+    @property
+    def has_pages(self) -> bool:
+        return self.verdict.way in (Way.PACKED, Way.PAGED)
 
     def with_real_weights(self, model: Any, check: Callable[[], Finding]) -> Checks:
         """`check` holds a narrow dtype to float32; it is made where it is due and memory allows."""

@@ -14,7 +14,7 @@ from penstock.lanes.place import Place
 from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import GenericSpec, generic_spec
 from penstock.plan.memory import MemoryModel
-from penstock.proof.verdict import Verdict
+from penstock.proof.verdict import Verdict, Way
 
 IMAGE_TEXT_ENDINGS = ("ForConditionalGeneration", "ForImageTextToText")
 # Of what the weights leave: shares for one call of an image encoder and for features that are kept, and their limits.
@@ -38,7 +38,7 @@ def claim(config: Mapping[str, Any]) -> Claim:
 
 def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
     spec = image_text_spec(place.files)
-    memory = generic_memory(place, spec, has_pages=False)
+    memory = generic_memory(place, spec, has_pages=verdict is not None and verdict.way is Way.PAGED)
     return with_images(memory, spec.hidden_size * place.item_bytes, place)
 
 

@@ -12,7 +12,7 @@ from penstock.attention.pick import attention_backend, attention_on_card
 from penstock.cache.storage import KvStorage
 from penstock.foreign.forward import CachedForward
 from penstock.foreign.own_cache import OwnCaches
-from penstock.foreign.pages import CallSizes, JoinedModel, attention_calls, pages_of, use_paged_attention
+from penstock.foreign.pages import CallSizes, JoinedModel, attention_calls, pages_of, sizes_of, use_paged_attention
 from penstock.foreign.pretrained import causal_class, load_causal, quiet_library
 from penstock.foreign.signature import ForwardSignature, read_signature
 from penstock.lanes.generic_text_kind import price
@@ -125,6 +125,4 @@ def _measured_sizes(entering: EnteringModel, fixed_bytes: int) -> dict[str, int]
     """What the model really calls and keeps, in place of the estimates from its config."""
     if not entering.calls:
         return {"state_bytes": fixed_bytes}
-    call = entering.calls[0]
-    heads = {"num_heads": call.num_heads, "num_kv_heads": call.num_kv_heads, "head_size": call.head_size}
-    return heads | {"state_bytes": 0}
+    return sizes_of(entering.calls) | {"state_bytes": 0}

@@ -193,6 +193,7 @@ _MINISTRAL_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 _APERTUS_ROPE = {
+    "rope_theta": 12_000_000.0,
     "rope_type": "llama3",
     "factor": 8.0,
     "original_max_position_embeddings": 8192,
@@ -208,6 +209,8 @@ _GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 _EPS_5 = {"rms_norm_eps": 1e-5}
+_NO_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}  # unless asked for
+_QWEN_SMALL_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _QWEN_HYBRID_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 _GEMMA_DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
@@ -227,37 +230,54 @@ _GEMMA4_DEFAULTS = {
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(biases=_ALL_BIASES),
     "mistral": Family(sliding="all", biases={}, defaults={"sliding_window": 4096}),
-    "qwen2": Family(sliding="by-layer-type", biases={}, traits={"qkv_bias": True}),
-    "qwen3": Family(sliding="by-layer-type", traits={"qk_norm": "head"}, defaults={"head_dim": 128}),
+    "qwen2": Family(sliding="by-layer-type", biases={}, traits={"qkv_bias": True}, defaults=_NO_WINDOWS),
+    "qwen3": Family(sliding="by-layer-type", traits={"qk_norm": "head"}, defaults={**_NO_WINDOWS, "head_dim": 128}),
     "qwen2_5_vl_text": Family(
-        theta=1_000_000.0, sliding="by-layer-type", biases={}, traits={"qkv_bias": True}, defaults=_EPS_5
+        theta=1_000_000.0,
+        sliding="by-layer-type",
+        biases={},
+        traits={"qkv_bias": True},
+        defaults={**_EPS_5, **_NO_WINDOWS, "max_window_layers": 80},
     ),
     "qwen3_vl_text": Family(theta=500_000.0, traits={"qk_norm": "head"}, defaults={"head_dim": 128}),
-    "qwen3_vl_moe_text": Family(theta=500_000.0, traits={"qk_norm": "head"}, experts="qwen"),
+    "qwen3_vl_moe_text": Family(
+        theta=500_000.0, traits={"qk_norm": "head"}, defaults={"moe_intermediate_size": 1408}, experts="qwen"
+    ),
     "smollm3": Family(
         theta=2_000_000.0,
         tied_by_default=True,
         sliding="by-layer-type",
-        full_every=(1,),
         biases=_ALL_BIASES,
+        defaults={"use_sliding_window": False},
     ),
-    "phi3": Family(sliding="all", biases={}, traits={"has_fused_qkv": True, "has_fused_mlp": True}, defaults=_EPS_5),
+    "phi3": Family(
+        sliding="all",
+        biases={},
+        traits={"has_fused_qkv": True, "has_fused_mlp": True},
+        defaults={**_EPS_5, "original_max_position_embeddings": 4096},
+    ),
     "olmo2": Family(traits={"qk_norm": "projection", "norms_inputs": False, "norms_outputs": True}, defaults=_EPS_5),
     "qwen2_moe": Family(
         sliding="by-layer-type",
-        full_every=(2,),
         biases={},
         traits={"qkv_bias": True},
+        defaults={**_NO_WINDOWS, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
         experts="qwen",
         normalizes_chosen=False,
     ),
-    "qwen3_moe": Family(sliding="all", traits={"qk_norm": "head"}, experts="qwen", normalizes_chosen=False),
+    "qwen3_moe": Family(
+        sliding="all",
+        traits={"qk_norm": "head"},
+        defaults={**_NO_WINDOWS, "moe_intermediate_size": 768},
+        experts="qwen",
+        normalizes_chosen=False,
+    ),
     "qwen3_next": Family(
         traits=_QWEN_HYBRID,
         experts="qwen",
         recurrent="delta",
         full_every=_QWEN_INTERVAL,
-        defaults=_QWEN_HYBRID_DEFAULTS,
+        defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS},
     ),
     "qwen3_5_text": Family(
         traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL, defaults=_QWEN_HYBRID_DEFAULTS
@@ -267,7 +287,7 @@ FAMILIES: Mapping[str, Family] = {
         experts="qwen",
         recurrent="delta",
         full_every=_QWEN_INTERVAL,
-        defaults={**_QWEN_HYBRID_DEFAULTS, "intermediate_size": 0, "shared_expert_intermediate_size": 512},
+        defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS, "intermediate_size": 0},
     ),
     "mixtral": Family(theta=1_000_000.0, sliding="all", biases={}, experts="mixtral", defaults=_EPS_5),
     "gpt_oss": Family(
@@ -276,7 +296,13 @@ FAMILIES: Mapping[str, Family] = {
         full_every=(2,),
         traits={"has_sinks": True},
         experts="gpt-oss",
-        defaults={**_EPS_5, "head_dim": 64, "attention_bias": True, "rope_parameters": _GPT_OSS_ROPE},
+        defaults={
+            **_EPS_5,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
     ),
     "bamba": Family(
         recurrent="mamba",
@@ -288,6 +314,7 @@ FAMILIES: Mapping[str, Family] = {
         recurrent="mamba",
         experts="granite",
         traits={"has_fused_mlp": True, "renames": _GRANITE_NAMES},
+        defaults={"shared_intermediate_size": 1024},
     ),
     "gemma2": Family(
         tied_by_default=True,
@@ -306,7 +333,7 @@ FAMILIES: Mapping[str, Family] = {
         theta=1_000_000.0,
         tied_by_default=True,
         sliding="by-layer-type",
-        full_every=("sliding_window_pattern", "_sliding_window_pattern", 6),
+        full_every=("sliding_window_pattern", 6),
         traits={**_GEMMA, "qk_norm": "head"},
         defaults={**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096},
         known={"use_bidirectional_attention": False},
@@ -335,7 +362,6 @@ FAMILIES: Mapping[str, Family] = {
         has_local_rotary=True,
     ),
     "ministral3": Family(
-        theta=1_000_000.0,
         sliding="all",
         biases={},
         defaults={**_EPS_5, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _MINISTRAL_ROPE},
@@ -435,6 +461,7 @@ FAMILIES: Mapping[str, Family] = {
         keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
         defaults={
             **_LFM2_DEFAULTS,
+            "intermediate_size": 12288,
             "block_auto_adjust_ff_dim": True,
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
@@ -507,6 +534,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 6,
             "n_shared_experts": 2,
             "num_dense_layers": 1,
+            "moe_layer_end_index": 27,
         },
         known={"use_bias": False, "moe_norm_min": 1e-12},
         experts="ernie",

@@ -16,8 +16,8 @@ from penstock.models.stored_names import BESIDE_WEIGHTS, DRAFTING, HEAD, decoder
 CONTEXT_WITHOUT_LIMIT = 2**17
 STATE_BYTES = 4  # recurrent states are kept in float32
 HIDDEN = ("hidden_size", "n_embd", "d_model")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "num_heads")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "block_ff_dim")
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -111,8 +111,10 @@ def _layer(text: Mapping[str, Any], index: int, kind: str) -> dict[str, Any]:
 
 
 def _kv_sizes(layer: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int]:
-    """Reads (heads with keys, their size) of one layer."""
+    """Reads (heads with keys, their size) of one layer; keys may be longer than values, and of two parts."""
     num_heads = _first(layer, HEADS) or num_heads
+    if plain := _first(layer, ("qk_nope_head_dim",)):
+        return num_heads, max(plain + int(layer["qk_rope_head_dim"]), int(layer.get("v_head_dim") or 0))
     return _first(layer, KV_HEADS) or num_heads, int(layer.get("head_dim") or hidden // num_heads)
 
 

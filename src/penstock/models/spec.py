@@ -300,8 +300,12 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     family = FAMILIES[str(model_type)]
     named = {ours: config[theirs] for ours, theirs in family.keys.items() if theirs in config}
     config = {**family.defaults, **config, **named}
+    if config.get("rope_parameters") is None:
+        config["rope_parameters"] = family.defaults.get("rope_parameters")
     if model_type == "nemotron_h":
         config |= _nemotron_layers(config)
+    elif model_type in ("smollm3", "qwen2_moe") and not config.get("layer_types"):
+        config["layer_types"] = _windowed_layers(model_type, config)
     for key, value in family.known.items():
         if config.get(key) not in (None, value):
             raise UnsupportedModel(
@@ -396,6 +400,16 @@ def _nemotron_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         # What transformers clamps to, whatever time_step_limit says.
         "time_step_limit": (config["time_step_min"], float("inf")),
     }
+
+
+def _windowed_layers(model_type: str, config: Mapping[str, Any]) -> list[str]:
+    """Windows are where no positions are, or in every other of the first layers."""
+    layers, last = range(int(config["num_hidden_layers"])), int(config.get("max_window_layers") or 0)
+    if model_type == "smollm3":
+        has_window = [not _has_rotary(model_type, config, index) for index in layers]
+    else:
+        has_window = [index % 2 == 0 and index < last for index in layers]
+    return ["sliding_attention" if flag else "full_attention" for flag in has_window]
 
 
 def _falcon_scales(config: Mapping[str, Any], attention_scale: float) -> dict[str, Any]:
@@ -629,6 +643,8 @@ def _rotaries(
         parameters = parameters.get("full_attention", parameters)
         return {"global": _rotary(model_type, parameters, theta, config, head_sizes["global"])}
     is_nested = "full_attention" in parameters or "sliding_attention" in parameters
+    if is_nested:  # what is said beside the tables is of a single one
+        config = {**config, "original_max_position_embeddings": None}
     if config.get("rope_parameters") and not is_nested and model_type == "olmo3":
         raise UnsupportedModel("olmo3 has no native form with rope_parameters that do not tell the types of layers.")
     if is_nested and any(isinstance(one, Mapping) and one.get("truncate") is False for one in parameters.values()):

@@ -74,5 +74,5 @@ def _form(config: Any, make_attention: MakeAttention) -> Callable[[Any], Verdict
     if config.is_encoder_decoder:
         return check_source
     if getattr(config, "vision_config", None) is not None:
-        return check_image_text
+        return partial(check_image_text, make_attention=make_attention)
     return partial(check_text, make_attention=make_attention)

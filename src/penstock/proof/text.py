@@ -204,7 +204,7 @@ def step_inputs(
     sequences: Sequence[list[int]], chunks: Sequence[tuple[int, int]], device: torch.device
 ) -> ForwardInputs:
     """A step of one chunk per sequence, every row's logits wanted; each sequence has the pages of its place."""
-    num_blocks = -(-max(PROMPT_LENGTHS) // BLOCK_SIZE)
+    num_blocks = -(-max(*PROMPT_LENGTHS, *map(len, sequences)) // BLOCK_SIZE)
     ids: list[int] = []
     positions: list[int] = []
     starts = [0]
