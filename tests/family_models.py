@@ -34,6 +34,14 @@ _TEXT = {
 }
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 _DEEPSEEK = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+_LATENT = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
 _DELTA = {
     "head_dim": 64,
     "linear_num_key_heads": 4,
@@ -140,6 +148,8 @@ FAMILIES: dict[str, Family] = {
             layer_types=["mamba", "mamba", "mamba", "attention"] * 2,
         )
     ),
+    "deepseek-v2": Family(config=_text("DeepseekV2Config", **_DEEPSEEK, **_LATENT)),
+    "glm4-moe-lite": Family(config=_text("Glm4MoeLiteConfig", **_DEEPSEEK, **_LATENT)),
     "ministral3": Family(config=_text("Ministral3Config", head_dim=64)),
     "olmo3": Family(config=_text("Olmo3Config", sliding_window=512)),
     "granite": Family(config=_text("GraniteConfig", residual_multiplier=0.5)),

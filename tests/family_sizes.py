@@ -19,6 +19,7 @@ DELTA = {
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_d_conv": 4}
 MORE = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 56},
     "qwen3_moe": EXPERTS,
     "qwen3_vl_moe_text": EXPERTS,

@@ -78,6 +78,15 @@ _DEEPSEEK = {
     "moe_intermediate_size": 40,
     "routed_scaling_factor": 1.7,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+_SCALED = _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 _NEMOTRON_H = {
     "num_hidden_layers": 6,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "full_attention"],
@@ -206,6 +215,20 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "glm4-moe-air": lambda: _config("Glm4MoeConfig", **_DEEPSEEK, norm_topk_prob=False, tie_word_embeddings=True),
     "dots1": lambda: _config("Dots1Config", **_DEEPSEEK, head_dim=24, sliding_window=13, max_window_layers=2),
+    "deepseek-v2": lambda: _config(
+        "DeepseekV2Config", **_DEEPSEEK, **_LATENT, topk_method="group_limited_greedy", n_group=4, topk_group=2
+    ),
+    "deepseek-v2-lite": lambda: _config(
+        "DeepseekV2Config",
+        **_DEEPSEEK,
+        **_LATENT | {"q_lora_rank": None},
+        first_k_dense_replace=1,
+        rope_parameters=_SCALED,
+    ),
+    "deepseek-v3": lambda: _config(
+        "DeepseekV3Config", **_DEEPSEEK, **_LATENT, n_group=4, topk_group=2, rope_parameters=_SCALED
+    ),
+    "glm4-moe-lite": lambda: _config("Glm4MoeLiteConfig", **_DEEPSEEK, **_LATENT),
     "minimax-m2": lambda: _config(
         "MiniMaxM2Config", head_dim=24, num_local_experts=8, num_experts_per_tok=3, intermediate_size=40, rotary_dim=16
     ),
@@ -303,6 +326,10 @@ LATER = {
     *_LATER_RECURRENT,
     "glm4-moe",
     "glm4-moe-air",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "glm4-moe-lite",
     "dots1",
     "minimax-m2",
     "ernie4-5-moe",

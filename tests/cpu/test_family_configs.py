@@ -13,9 +13,11 @@ from family_sizes import MORE, SIZES
 from tiny_models import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from penstock.config import EngineConfig
 from penstock.errors import PenstockError
-from penstock.lanes.table import pick_lane
+from penstock.lanes.table import pick_lane, settle
 from penstock.models.families import FAMILIES
+from penstock.models.files import resolve
 from penstock.models.media_spec import NATIVE_MEDIA
 from penstock.models.shapes import native_shape
 from penstock.models.spec import decoder_spec
@@ -29,6 +31,7 @@ SIZES_THAT_STAY = {
 }
 # Keys whose value follows from others where they are left out.
 REFUSED = {"longchat-dynamic", "embedding-gemma", "stablelm-2-12b", "command-r-plus"}
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}  # which the class leaves open
 FOLLOWING = {"layer_types", "no_rope_layers", "head_dim", "layers_block_type", "per_layer_config"}
 NOT_COMPARED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "families.json"
@@ -41,7 +44,7 @@ def stored(config):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_runs_natively_with_the_config_that_its_class_has_by_itself(model_type):
-    lane = pick_lane(stored(CONFIG_MAPPING[model_type]()), None)
+    lane = pick_lane(stored(CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))), None)
     assert (lane.id, lane.reason) == ("optimized-native-text", f"{model_type} has a native decoder")
 
 
@@ -58,6 +61,13 @@ def test_a_family_runs_natively_with_the_config_that_its_class_has_by_itself(mod
 )
 def test_what_would_change_the_numbers_and_has_no_native_form_goes_to_another_lane(name, values):
     assert pick_lane(stored(CONFIGS[name]()) | values, None).id == "transformers-generic-text"
+
+
+@pytest.mark.parametrize(("device", "lane"), [("cpu", "optimized-native-text"), ("cuda", "transformers-generic-text")])
+def test_compressed_keys_have_their_own_lane_on_processors_alone(tmp_path, device, lane):
+    (tmp_path / "config.json").write_text(json.dumps(stored(CONFIGS["deepseek-v3"]())))
+    files = resolve(str(tmp_path), weights=False)
+    assert settle(files, EngineConfig(device=device), has_cuda=True).lane.id == lane
 
 
 def test_what_a_class_does_not_look_at_changes_nothing():

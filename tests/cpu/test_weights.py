@@ -154,6 +154,18 @@ def test_what_cannot_be_given_is_refused_by_name(tmp_path):
         source.copy_into(torch.zeros(4), "ints")
 
 
+def test_a_table_of_embeddings_of_drafting_layers_is_left_aside(tmp_path):
+    """As GLM-4.5 and DeepSeek V3 are published, with a layer more than their config counts."""
+    model = save_tiny_model("glm4-moe", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored |= {f"model.layers.4.{name}.weight": torch.zeros(199, 64) for name in ("embed_tokens", "shared_head.head")}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with Engine.load(str(tmp_path), dtype="float32", threads=1, memory="4GiB", prefix_cache=False) as engine:
+        recorder = LogitRecorder(engine)
+        engine.generate(tokens := prompt(20), max_tokens=1, ignore_eos=True)
+    assert float((recorder.all[-1] - reference_logits(model, tokens)[-1]).abs().max()) < 1e-4
+
+
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
     with pytest.raises(InvalidModelFile, match="'w' is in both"):
         folder_of(tmp_path, {f"{part}.safetensors": {"w": torch.zeros(2)} for part in "ab"})

@@ -73,6 +73,8 @@ def settle(files: ModelFiles, config: EngineConfig, *, has_cuda: bool) -> Place:
         reason = f"{lane.reason}; only the text part is read: {files.why_text_only}"
         lane = replace(lane, reason=reason, why_text_only=files.why_text_only)
     device = require_device(config.device, has_cuda=has_cuda)
+    if device != "cpu" and config.lane is None and lane.id == NATIVE_TEXT.id and files.config.get("kv_lora_rank"):
+        lane = pick_lane(files.config, GENERIC_TEXT.id)  # compressed keys are attended to on processors so far
     if config.quantize not in ("auto", "none") and not lane.keeps_codes:
         names = ", ".join(kind.id for kind in LANES.values() if kind.facts.keeps_codes)
         raise InvalidSetting(f"--quantize {config.quantize} is for lane {names}, not {lane.id}; leave it out.")

@@ -218,7 +218,7 @@ def compiled_steps(decoder: Decoder, attention: AttentionBackend) -> CompiledSte
         return None
     is_plain = spec.norms_inputs and not spec.has_output_gate and spec.residual_scale == 1.0
     is_plain = is_plain and spec.norm == "rms" and spec.qk_norm != "rotated head" and spec.query_scale is None
-    is_plain = is_plain and not (spec.norms_values or spec.scales_layers or spec.layer_inputs)
+    is_plain = is_plain and not (spec.latent or spec.norms_values or spec.scales_layers or spec.layer_inputs)
     are_alike = len({(layer.num_kv_heads, layer.head_size) for layer in spec.layers}) == 1
     if not is_plain or not are_alike or spec.is_parallel or spec.num_heads // spec.num_kv_heads > LARGEST_GROUP:
         return None

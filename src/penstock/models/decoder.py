@@ -16,7 +16,7 @@ from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_inputs import InputGate, LayerInputs, rows_of
-from penstock.models.layer_specs import DeltaSpec, MambaSpec
+from penstock.models.layer_specs import DeltaSpec, LatentSpec, MambaSpec
 from penstock.models.layer_stream import LayerStream
 from penstock.models.layers import (
     GatedMlp,
@@ -55,10 +55,13 @@ class Attention:
     output: Linear
     sinks_H: torch.Tensor | None  # None: the layer has none
     value_norm: RmsNorm | None  # by head, without weights of its own
+    query: Linear | None = None  # of queries that qkv gives in short
+    made_OI: torch.Tensor | None = None  # makes keys and values of every head out of what is kept
 
 
 RECURRENT_ROLES: tuple[Role, ...] = ("recurrent_input", "recurrent_gates", "recurrent_output")
 SHARED_ROLES: tuple[Role, ...] = ("shared_gate_up", "shared_down")
+LATENT_EPS = 1e-6
 GATE_ROLES: tuple[Role, ...] = ("input_gate", "input_output")
 Recurrence = GatedDelta | Mamba | ShortConv
 
@@ -256,6 +259,8 @@ class Decoder:
         spec = self.spec
         if spec.attention_input_scale != 1.0:
             normed_TM = normed_TM * spec.attention_input_scale
+        if mixer.made_OI is not None and spec.latent is not None:
+            return self._attended_in_short(layer, mixer, spec.latent, mixer.made_OI, normed_TM, rotation, attention, asked)
         q, k, v = mixer.qkv(normed_TM).split(spec.attention_rows(layer.spec), dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
@@ -289,6 +294,40 @@ class Decoder:
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()
         return attended_THD.flatten(1)
+
+    def _attended_in_short(
+        self,
+        layer: Layer,
+        mixer: Attention,
+        sizes: LatentSpec,
+        made_OI: torch.Tensor,
+        normed_TM: torch.Tensor,
+        rotation: Rotation | None,
+        attention: AttentionBackend,
+        asked: ForwardInputs | None,
+    ) -> torch.Tensor:
+        """Keys are not made: queries are brought to what is kept, and what is attended there to values."""
+        spec = self.spec
+        q, kept_TL, k_TR = mixer.qkv(normed_TM).split(sizes.first_rows(spec.num_heads), dim=-1)
+        if mixer.query is not None:
+            q = mixer.query(self._normed(layer, "self_attn.q_a_layernorm", q))
+        plain_THP, q_THR = q.unflatten(-1, (spec.num_heads, -1)).split((sizes.plain_size, sizes.rotated_size), dim=-1)
+        keys_HPL, values_HVL = made_OI.view(spec.num_heads, -1, sizes.rank).split(
+            (sizes.plain_size, sizes.value_size), dim=1
+        )
+        if sizes.is_interleaved:
+            q_THR, k_TR = (torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) for x in (q_THR, k_TR))
+        q_THL = torch.bmm(plain_THP.transpose(0, 1), keys_HPL).transpose(0, 1)
+        kept_TL = self._normed(layer, "self_attn.kv_a_layernorm", kept_TL)
+        q_THD, k_TKD = torch.cat([q_THR, q_THL], dim=-1), torch.cat([k_TR, kept_TL], dim=-1)[:, None]
+        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, k_TKD, rotation)
+        if asked is not None:
+            if not asked.num_chunks:
+                return rotated_THD[:0].flatten(1)
+            rotated_THD = rotated_THD[asked.logit_rows]
+            attention.begin_step(asked)
+        attended_THL = attention.attend(mixer.index, rotated_THD, mixer.rule)[..., sizes.rotated_size :]
+        return torch.bmm(attended_THL.transpose(0, 1), values_HVL.mT).transpose(0, 1).flatten(1)
 
     def _normed(self, layer: Layer, name: str, x: torch.Tensor) -> torch.Tensor:
         norm = layer.norms.get(name)
@@ -389,6 +428,9 @@ class Decoder:
             if layer.keeps_keys:
                 num_normed = 1 if per_head else layer.num_kv_heads
                 norms["self_attn.k_norm"] = self._empty_rms_norm(layer.head_size * num_normed)
+        if spec.latent is not None:  # norms that have the library's own eps, whatever the config says
+            ranks = {"self_attn.q_a_layernorm": spec.latent.query_rank, "self_attn.kv_a_layernorm": spec.latent.rank}
+            norms |= {name: replace(self._empty_rms_norm(rank), eps=LATENT_EPS) for name, rank in ranks.items() if rank}
         recurrence = self._empty_recurrence(index) if layer.is_recurrent else None
         mixer, beside = (self._empty_attention(index), recurrence) if layer.has_attention else (recurrence, None)
         return Layer(
@@ -456,7 +498,20 @@ class Decoder:
             value_norm=RmsNorm(weight=torch.ones(layer.head_size, device=self.device), eps=spec.norm_eps)
             if spec.norms_values
             else None,
+            **self._empty_latent(index),
         )
+
+    def _empty_latent(self, index: int) -> dict[str, Any]:
+        if (latent := self.spec.latent) is None:
+            return {}
+        num_made, query = (
+            self.spec.num_heads * (latent.plain_size + latent.value_size),
+            self._projections[index].get("query"),
+        )
+        return {
+            "query": None if query is None else self._empty_linear(query, bias=False),
+            "made_OI": torch.empty(num_made, latent.rank, dtype=self.dtype, device=self.device),
+        }
 
     def _empty_mlp(self, index: int) -> Mlp | Experts | None:
         spec, layer = self.spec, self.spec.layers[index]
@@ -545,6 +600,10 @@ class Decoder:
         if isinstance(layer.mixer, Attention):
             yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
             yield from _linear_parts(of_layer["output"], layer.mixer.output)
+            if layer.mixer.query is not None:
+                yield from _linear_parts(of_layer["query"], layer.mixer.query)
+            if layer.mixer.made_OI is not None:
+                others.append((f"{prefix}.self_attn.kv_b_proj.weight", layer.mixer.made_OI))
             if layer.mixer.sinks_H is not None:
                 others.append((f"{prefix}.self_attn.sinks", layer.mixer.sinks_H))
         for experts in (layer.mlp, layer.experts):

@@ -184,7 +184,7 @@ class Experts:
         wanted_TE = scores_TE if self.score_bias_E is None else scores_TE + self.score_bias_E
         if routing.num_active_groups < routing.num_groups:
             groups_TGE = wanted_TE.unflatten(-1, (routing.num_groups, -1))
-            best_TG = groups_TGE.topk(2, dim=-1).values.sum(-1)
+            best_TG = groups_TGE.topk(routing.num_best, dim=-1).values.sum(-1)
             chosen_TG = best_TG.topk(routing.num_active_groups, dim=-1).indices
             is_left_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen_TG, False)
             wanted_TE = groups_TGE.masked_fill(is_left_TG[..., None], -torch.inf).flatten(1)

@@ -33,6 +33,7 @@ class Family:
     normalizes_chosen: bool = True  # what a config without norm_topk_prob means
     recurrent: Literal["delta", "mamba", "conv"] | None = None
     is_doubled: bool = False  # attention and recurrence in every layer, beside each other
+    is_latent: bool = False  # keys and values are kept as one compressed vector
     has_one_part: bool = False  # layers are attention, recurrence, an MLP or a mixture, not two of them
     full_every: tuple[str | int, ...] = ()  # layers: config keys that say it, then what holds without them
 
@@ -68,6 +69,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
         score_bias="mixer.gate.e_score_correction_bias",
     ),
     "deepseek": ExpertNames(shared="mlp.shared_experts"),
+    "deepseek2": ExpertNames(shared="mlp.shared_experts"),  # softmax, and groups by their best expert
     "minimax": ExpertNames(
         router="block_sparse_moe.gate",
         experts="block_sparse_moe.experts",
@@ -180,6 +182,7 @@ _GLM_DEFAULTS = {
     "head_dim": 128,
 }
 _DEEPSEEK_KEYS = {"num_experts": "n_routed_experts", "num_dense_layers": "first_k_dense_replace"}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _LAYER_NORM = {"norm": "layer", "has_norm_biases": True}
 _MINISTRAL_ROPE = {
     "type": "yarn",
@@ -506,6 +509,34 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
         experts="deepseek",
         normalizes_chosen=False,
+    ),
+    "deepseek_v2": Family(
+        biases={},
+        keys=_DEEPSEEK_KEYS,
+        defaults={**_LATENT, "num_experts": 64, "n_shared_experts": 2, "topk_method": "greedy"}
+        | {"moe_intermediate_size": 1407},
+        known={"attention_bias": False, "mlp_bias": False, "rope_interleave": True},
+        experts="deepseek2",
+        is_latent=True,
+    ),
+    "deepseek_v3": Family(
+        biases={},
+        keys=_DEEPSEEK_KEYS,
+        defaults={**_LATENT, "num_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "num_dense_layers": 3}
+        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048},
+        known={"attention_bias": False},
+        experts="deepseek",
+        is_latent=True,
+    ),
+    "glm4_moe_lite": Family(
+        biases={},
+        keys={"num_experts": "n_routed_experts"},
+        defaults={**_LATENT, **_EPS_5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"num_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.8, "moe_intermediate_size": 1536},
+        known={"attention_bias": False},
+        experts="deepseek",
+        is_latent=True,
     ),
     "minimax_m2": Family(
         theta=5_000_000.0,

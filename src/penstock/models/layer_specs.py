@@ -27,15 +27,45 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Keys and values of all heads are made of one vector, which pages keep behind a part of keys that is rotated."""
+
+    query_rank: int | None  # None: queries are made of the hidden state itself
+    rank: int
+    plain_size: int  # of a head's queries and keys
+    rotated_size: int
+    value_size: int
+    is_interleaved: bool  # rotated pairs lie side by side
+
+    @property
+    def query_size(self) -> int:
+        return self.plain_size + self.rotated_size
+
+    @property
+    def kept_size(self) -> int:
+        return self.rotated_size + self.rank
+
+    def first_rows(self, num_heads: int) -> tuple[int, int, int]:
+        """Counts what is made of a hidden state: for queries, the vector, the rotated part."""
+        return self.query_rank or num_heads * self.query_size, self.rank, self.rotated_size
+
+    def num_parameters(self, hidden_size: int, num_heads: int) -> int:
+        made = num_heads * (self.plain_size + self.value_size) * self.rank + self.rank
+        queries = (num_heads * self.query_size + 1) * (self.query_rank or 0)
+        return (sum(self.first_rows(num_heads)) + num_heads * self.value_size) * hidden_size + made + queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidRouting:
     """Experts are chosen by scores between 0 and 1, of its own for each unless they add up to one."""
 
     has_bias: bool  # added to a score where experts are chosen, not where they are weighed
     num_groups: int  # of experts
-    num_active_groups: int  # of one token: those whose best two experts have the highest scores
+    num_active_groups: int  # of one token: those whose best experts have the highest scores
     scale: float  # of the weights
     eps: float  # added to their sum where they are normalised
     is_softmax: bool = False  # scores add up to one
+    num_best: int = 2  # of a group, whose scores are its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from penstock.models.families import renamed
 from penstock.models.layer_specs import ConvSpec, DeltaSpec, ExpertsSpec, MambaSpec, RecurrentSpec
 from penstock.models.spec import DecoderSpec
 
+# query: of queries that qkv gives in short.
 # gate_up: of MLPs without a gate, up alone. Layers may have inputs of their own: rows of a table, and the context that
 # all of them are made of; what they gate goes through input_gate and input_output.
 Role = Literal[
@@ -20,6 +21,7 @@ Role = Literal[
     "layer_table",
     "layer_context",
     "qkv",
+    "query",
     "output",
     "gate_up",
     "down",
@@ -104,12 +106,17 @@ def outer_projection(spec: DecoderSpec, role: Outer) -> Projection:
 def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
     layer, found = spec.layers[index], []
     if layer.has_attention:
-        prefix, heads, rows = (
-            f"model.layers.{index}.self_attn",
-            spec.num_heads * layer.head_size,
-            spec.attention_rows(layer),
-        )
+        prefix, heads, rows = f"model.layers.{index}.self_attn", spec.num_attended(layer), spec.attention_rows(layer)
         separate = [(f"{prefix}.{kind}_proj", count) for kind, count in zip("qkv", rows, strict=True) if count]
+        if spec.latent is not None:
+            first, rank, rotated = spec.latent.first_rows(spec.num_heads)
+            queries, num_queries = (
+                "q_a_proj" if spec.latent.query_rank else "q_proj",
+                spec.num_heads * spec.latent.query_size,
+            )
+            separate = [(f"{prefix}.{queries}", first), (f"{prefix}.kv_a_proj_with_mqa", rank + rotated)]
+            if spec.latent.query_rank:
+                found.append(_projection(spec, "query", [(f"{prefix}.q_b_proj", num_queries)], first))
         fused = [(f"{prefix}.qkv_proj", sum(rows))]
         found.append(_projection(spec, "qkv", fused if spec.has_fused_qkv else separate, spec.hidden_size))
         found.append(_projection(spec, "output", [(f"{prefix}.o_proj", spec.hidden_size)], heads))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, log
 from typing import Any, Literal
 
 from penstock.errors import InvalidModelFile, UnsupportedModel
@@ -14,6 +14,7 @@ from penstock.models.layer_specs import (
     ConvSpec,
     DeltaSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerInputsSpec,
     MambaSpec,
     RecurrentSpec,
@@ -25,7 +26,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "factors", "pro
 LOCAL_THETA = {"olmo3": 500_000.0}  # of layers with a window, where a config names none
 RECURRENT_KINDS = ("linear_attention", "mamba", "conv")
 # Of mixtures that choose by scores.
-SCORE_EPS = {"lfm2": 1e-6, "nemotron": 1e-20, "deepseek": 1e-20, "minimax": 0.0, "ernie": 0.0}
+SCORE_EPS = {"lfm2": 1e-6, "nemotron": 1e-20, "deepseek": 1e-20, "deepseek2": 0.0, "minimax": 0.0, "ernie": 0.0}
 NORMS_BESIDE = 3  # of an MLP beside experts: of what each gives, and of what the experts read
 NUM_XIELU = 4  # numbers of an activation that is learnt
 # Where a config names none.
@@ -143,6 +144,7 @@ class DecoderSpec:
     norms_values: bool = False  # by head, without weights
     scales_layers: bool = False  # by a number of each, after it
     layer_inputs: LayerInputsSpec | None = None
+    latent: LatentSpec | None = None  # None: heads have keys and values of their own
     renames: tuple[tuple[str, str], ...] = ()  # (our part of a name, the checkpoint's)
 
     @property
@@ -190,6 +192,10 @@ class DecoderSpec:
         v_rows = 0 if layer.keys_are_values else kv_rows
         return self.num_heads * layer.head_size * (2 if self.has_output_gate else 1), kv_rows, v_rows
 
+    def num_attended(self, layer: LayerSpec) -> int:
+        """Counts the values of a token that all heads give together."""
+        return self.num_heads * (layer.head_size if self.latent is None else self.latent.value_size)
+
     @property
     def q_rows(self) -> int:
         return self.attention_rows(self.widest_layer)[0]
@@ -199,6 +205,8 @@ class DecoderSpec:
         return max(sum(self.attention_rows(layer)) for layer in self.layers)
 
     def _attention_parameters(self, layer: LayerSpec) -> int:
+        if self.latent is not None:
+            return self.latent.num_parameters(self.hidden_size, self.num_heads)
         heads, rows = self.num_heads * layer.head_size, sum(self.attention_rows(layer))
         attention = rows * (self.hidden_size + self.qkv_bias) + self.hidden_size * (heads + self.output_bias)
         attention += self.num_heads * self.has_sinks
@@ -304,6 +312,8 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         config["rope_parameters"] = family.defaults.get("rope_parameters")
     if model_type == "nemotron_h":
         config |= _nemotron_layers(config)
+    elif model_type == "glm4_moe_lite" and (kinds := config.get("mlp_layer_types")):
+        config |= {"num_dense_layers": 0, "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind == "dense"]}
     elif model_type in ("smollm3", "qwen2_moe") and not config.get("layer_types"):
         config["layer_types"] = _windowed_layers(model_type, config)
     for key, value in family.known.items():
@@ -327,8 +337,9 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         config = {**config, **gemma4_config(config)}
     num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     hidden_size = int(config["hidden_size"])
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-    head_size = int(config.get("head_dim") or hidden_size // num_heads)
+    latent = _latent(config) if family.is_latent else None
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads) if latent is None else 1
+    head_size = int(config.get("head_dim") or hidden_size // num_heads) if latent is None else latent.kept_size
     if num_heads % num_kv_heads or min(num_layers, num_heads, hidden_size, head_size) < 1:
         raise ValueError(f"{num_heads} heads of {head_size} over {num_kv_heads} key-value heads")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
@@ -350,7 +361,13 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "max_context": int(config["max_position_embeddings"]),
         "layers": layers,
-        "rotaries": _rotaries(model_type, family, config, _rotated_sizes(layers, head_size)),
+        "rotaries": _rotaries(
+            model_type,
+            family,
+            config,
+            _rotated_sizes(layers, head_size) if latent is None else {"global": latent.rotated_size},
+        ),
+        "latent": latent,
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),
         "attention_scale": 1.0
@@ -370,11 +387,31 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         values["qk_norm"] = "head"
     if model_type.startswith("granite"):
         values |= _granite_scales(config)
+    if latent is not None:
+        values["attention_scale"] = latent.query_size**-0.5 * _latent_scale(_rope_parameters(config))
+        if values["rotaries"]["global"].num_dims != latent.rotated_size:
+            raise UnsupportedModel("Compressed keys whose rotated part is rotated in part have no native form.")
     if model_type == "falcon_h1":
         values |= _falcon_scales(config, values["attention_scale"])
     if model_type == "lfm2":
         values["intermediate_size"] = _lfm2_width(config)
     return DecoderSpec(**(values | dict(family.traits)))
+
+
+def _latent(config: Mapping[str, Any]) -> LatentSpec:
+    names = {"rank": "kv_lora_rank", "plain_size": "qk_nope_head_dim", "rotated_size": "qk_rope_head_dim"}
+    sizes = {ours: int(config[theirs]) for ours, theirs in {**names, "value_size": "v_head_dim"}.items()}
+    query_rank = config["q_lora_rank"] and int(config["q_lora_rank"])
+    if min(sizes.values()) < 1 or sizes["rotated_size"] % 2:
+        raise ValueError(f"compressed keys of the sizes {sizes}")
+    return LatentSpec(**sizes, query_rank=query_rank, is_interleaved=bool(config.get("rope_interleave", True)))
+
+
+def _latent_scale(parameters: Mapping[str, Any]) -> float:
+    """What scores are multiplied with where rotary positions are scaled."""
+    factor, weight = float(parameters.get("factor") or 1.0), float(parameters.get("mscale_all_dim") or 0.0)
+    is_plain = str(parameters.get("rope_type") or parameters.get("type") or "default") == "default"
+    return 1.0 if is_plain or factor <= 1 else (0.1 * weight * log(factor) + 1.0) ** 2
 
 
 def _query_scale(config: Mapping[str, Any]) -> QueryScale | None:
@@ -519,7 +556,8 @@ def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
         num_experts=int(count),
         num_active=int(config["num_experts_per_tok"]),
         intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
-        normalizes_chosen=bool(config.get("norm_topk_prob", family.normalizes_chosen)),
+        normalizes_chosen=family.experts != "deepseek2"
+        and bool(config.get("norm_topk_prob", family.normalizes_chosen)),
         names=EXPERT_NAMES[family.experts],
         has_biases=is_clamped,
         clamp=float(config.get("swiglu_limit", 7.0)) if is_clamped else None,
@@ -535,13 +573,15 @@ def _experts(family: Family, config: Mapping[str, Any]) -> ExpertsSpec | None:
 
 
 def _sigmoid(family: Family, config: Mapping[str, Any]) -> SigmoidRouting:
+    by_softmax, has_groups = family.experts in ("ernie", "deepseek2"), config.get("topk_method") != "greedy"
     return SigmoidRouting(
-        has_bias=bool(config.get("use_expert_bias", True)),
-        num_groups=int(config.get("n_group") or 1),
+        has_bias=family.experts != "deepseek2" and bool(config.get("use_expert_bias", True)),
+        num_groups=int((has_groups and config.get("n_group")) or 1),
         num_active_groups=int(config.get("topk_group") or 1),
         scale=float(config.get("routed_scaling_factor", 1.0)),
         eps=SCORE_EPS[str(family.experts)],
-        is_softmax=family.experts == "ernie",
+        is_softmax=by_softmax,
+        num_best=1 if family.experts == "deepseek2" else 2,
     )
 
 

@@ -17,12 +17,14 @@ EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 FUSED_GATE, FUSED_DOWN = "gate_up_proj", "down_proj"
 SCALES = "_scale_inv"  # after the name of a tensor in eight bits: what its blocks are multiplied with
 BESIDE_WEIGHTS = (SCALES, ".activation_scale")
+LAYERS = ".layers."
 DRAFTING = "mtp."  # layers that guess tokens ahead; nothing here runs them
 
 
 def decoder_prefix(names: Iterable[str], where: object) -> str:
     """Finds what stands before the names of the decoder's parts, such as `model.language_model.`."""
     found = [name for name in names if name.endswith(EMBEDDINGS) and not name.startswith(DRAFTING)]
+    found = [name for name in found if LAYERS not in name]  # drafting layers may have a table of their own
     if len(found) != 1:
         raise InvalidModelFile(
             f"{where} has {len(found)} tensors named ...{EMBEDDINGS}; a text decoder has one. Download it again."
