@@ -111,53 +111,26 @@ _NEMOTRON_H_NAMES = (
     ("model.norm.", "model.norm_f."),
     ("model.embed_tokens", "model.embeddings"),
 )
-_NEMOTRON_H_KEYS = {
-    "mamba_n_heads": "mamba_num_heads",
-    "mamba_d_head": "mamba_head_dim",
-    "mamba_d_state": "ssm_state_size",
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_proj_bias": "use_bias",
-    "num_experts": "n_routed_experts",
-    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    "hidden_act": "mlp_hidden_act",
-    "rms_norm_eps": "layer_norm_epsilon",
-}
-_NEMOTRON_H_DEFAULTS = {
-    "hidden_act": "relu2",
-    "rms_norm_eps": 1e-5,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "mamba_n_heads": 128,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_n_groups": 8,
-    "mamba_d_conv": 4,
-    "mamba_proj_bias": False,
-    "time_step_min": 0.001,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
-    "shared_expert_intermediate_size": 7688,
-}
-_FALCON_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8,
-    "mamba_d_ssm": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_rms_norm": False,
-    "mamba_norm_before_gate": True,
-    "ssm_multipliers": (1.0,) * 5,
-    "embedding_multiplier": 1.0,
-    "lm_head_multiplier": 1.0,
-    "key_multiplier": 1.0,
-    "attention_in_multiplier": 1.0,
-    "attention_out_multiplier": 1.0,
-}
+_NEMOTRON_H_KEYS = (
+    {"mamba_n_heads": "mamba_num_heads", "mamba_d_head": "mamba_head_dim"}
+    | {"mamba_d_state": "ssm_state_size", "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"}
+    | {"mamba_conv_bias": "use_conv_bias", "mamba_proj_bias": "use_bias", "num_experts": "n_routed_experts"}
+    | {"shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"}
+    | {"hidden_act": "mlp_hidden_act", "rms_norm_eps": "layer_norm_epsilon"}
+)
+_NEMOTRON_H_DEFAULTS = (
+    {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
+    | {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4}
+    | {"mamba_proj_bias": False, "time_step_min": 0.001, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 7688, "shared_expert_intermediate_size": 7688}
+)
+_FALCON_DEFAULTS = (
+    {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "mamba_d_ssm": 1024, "mamba_n_heads": 128}
+    | {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_rms_norm": False}
+    | {"mamba_norm_before_gate": True, "ssm_multipliers": (1.0,) * 5, "embedding_multiplier": 1.0}
+    | {"lm_head_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0}
+    | {"attention_out_multiplier": 1.0}
+)
 _LFM2 = {"qk_norm": "head", "renames": _LFM2_NAMES}
 _LFM2_DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3}
 _GLM4_NAMES = (
@@ -174,10 +147,7 @@ _STARCODER_NAMES = ((".mlp.up_proj", ".mlp.c_fc"), (".mlp.down_proj", ".mlp.c_pr
 _NORMS_AFTER = {"norms_inputs": False, "norms_outputs": True}
 _COHERE = {"norm": "layer", "is_parallel": True, "interleaves_rotary": True}
 _GLM = {"interleaves_rotary": True, "has_fused_mlp": True}
-_GLM_DEFAULTS = {
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1.5625e-07,
+_GLM_DEFAULTS = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07} | {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
@@ -189,27 +159,14 @@ _MINISTRAL_ROPE = {
     "rope_theta": 1_000_000.0,
     "factor": 16.0,
     "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-_APERTUS_ROPE = {
-    "rope_theta": 12_000_000.0,
-    "rope_type": "llama3",
-    "factor": 8.0,
+} | {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
+_APERTUS_ROPE = {"rope_theta": 12_000_000.0, "rope_type": "llama3", "factor": 8.0} | {
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} | {
+    "original_max_position_embeddings": 4096
 }
 _EPS_5 = {"rms_norm_eps": 1e-5}
 _NO_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}  # unless asked for
@@ -299,13 +256,8 @@ FAMILIES: Mapping[str, Family] = {
         full_every=(2,),
         traits={"has_sinks": True},
         experts="gpt-oss",
-        defaults={
-            **_EPS_5,
-            "head_dim": 64,
-            "attention_bias": True,
-            "sliding_window": 128,
-            "rope_parameters": _GPT_OSS_ROPE,
-        },
+        defaults={**_EPS_5, "head_dim": 64, "attention_bias": True, "sliding_window": 128}
+        | {"rope_parameters": _GPT_OSS_ROPE},
     ),
     "bamba": Family(
         recurrent="mamba",
@@ -324,13 +276,8 @@ FAMILIES: Mapping[str, Family] = {
         sliding="by-layer-type",
         full_every=(2,),
         traits=_GEMMA,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-        },
+        defaults={**_GEMMA_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+        | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
     ),
     "gemma3_text": Family(
         theta=1_000_000.0,
@@ -462,13 +409,8 @@ FAMILIES: Mapping[str, Family] = {
         biases={},
         traits=_LFM2,
         keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
-        defaults={
-            **_LFM2_DEFAULTS,
-            "intermediate_size": 12288,
-            "block_auto_adjust_ff_dim": True,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_multiple_of": 256,
-        },
+        defaults={**_LFM2_DEFAULTS, "intermediate_size": 12288, "block_auto_adjust_ff_dim": True}
+        | {"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
         recurrent="conv",
     ),
     "lfm2_moe": Family(
@@ -477,29 +419,17 @@ FAMILIES: Mapping[str, Family] = {
         biases={},
         traits=_LFM2,
         keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
-        defaults={
-            **_LFM2_DEFAULTS,
-            "num_dense_layers": 2,
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1792,
-        },
+        defaults={**_LFM2_DEFAULTS, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 1792},
         experts="lfm2",
         recurrent="conv",
     ),
     "glm4_moe": Family(
         biases={"qkv_bias": "attention_bias"},
         keys=_DEEPSEEK_KEYS,
-        defaults={
-            **_EPS_5,
-            "num_key_value_heads": 8,
-            "partial_rotary_factor": 0.5,
-            "num_dense_layers": 1,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "n_shared_experts": 1,
-        },
+        defaults={**_EPS_5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "num_dense_layers": 1}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
+        | {"n_shared_experts": 1},
         experts="deepseek",
     ),
     "dots1": Family(
@@ -550,23 +480,12 @@ FAMILIES: Mapping[str, Family] = {
         tied_by_default=True,
         biases={},
         traits={"interleaves_rotary": True},
-        keys={
-            "num_experts": "moe_num_experts",
-            "num_experts_per_tok": "moe_k",
-            "n_shared_experts": "moe_num_shared_experts",
-            "num_dense_layers": "moe_layer_start_index",
-            "decoder_sparse_step": "moe_layer_interval",
-        },
-        defaults={
-            **_EPS_5,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 1536,
-            "num_experts": 64,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-            "num_dense_layers": 1,
-            "moe_layer_end_index": 27,
-        },
+        keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+        | {"n_shared_experts": "moe_num_shared_experts", "num_dense_layers": "moe_layer_start_index"}
+        | {"decoder_sparse_step": "moe_layer_interval"},
+        defaults={**_EPS_5, "num_key_value_heads": 4, "moe_intermediate_size": 1536, "num_experts": 64}
+        | {"num_experts_per_tok": 6, "n_shared_experts": 2, "num_dense_layers": 1}
+        | {"moe_layer_end_index": 27},
         known={"use_bias": False, "moe_norm_min": 1e-12},
         experts="ernie",
     ),
@@ -575,13 +494,8 @@ FAMILIES: Mapping[str, Family] = {
         traits={"is_gated": False, "renames": _NEMOTRON_H_NAMES},
         keys=_NEMOTRON_H_KEYS,
         defaults=_NEMOTRON_H_DEFAULTS,
-        known={
-            "mlp_bias": False,
-            "moe_latent_size": None,
-            "sliding_window": None,
-            "mamba_hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
+        known={"mlp_bias": False, "moe_latent_size": None, "sliding_window": None}
+        | {"mamba_hidden_act": "silu", "tie_word_embeddings": False},
         activations=PLAIN_ACTIVATIONS,
         experts="nemotron",
         recurrent="mamba",
