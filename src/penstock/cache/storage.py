@@ -28,14 +28,18 @@ class KvStorage:
         head_size: int | Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        values_are_keys: bool = False,
     ) -> None:
+        """`values_are_keys`: both are stored alike, and kept once."""
         self.device = device
         heads, sizes = ([of] * num_layers if isinstance(of, int) else of for of in (num_kv_heads, head_size))
         shapes = [(num_slots, *of_layer) for of_layer in zip(heads, sizes, strict=True)]
         assert len(shapes) == num_layers, f"sizes of {len(shapes)} layers for {num_layers}"
         allocate = _lazy_pages if device.type == "cpu" else torch.empty
         self.keys = [allocate(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [allocate(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = self.keys
+        if not values_are_keys:
+            self.values = [allocate(shape, dtype=dtype, device=device) for shape in shapes]
 
     def heads(self, layer: int) -> tuple[int, int]:
         """Tells (key-value heads, head size) of a layer."""

@@ -168,6 +168,7 @@ def native_lane(
         head_size=[layer.head_size for layer in spec.keeping_layers],
         dtype=dtype,
         device=device,
+        values_are_keys=spec.latent is not None,
     )
     attention = attention_backend(storage, block_size, spec.num_heads)
     steps, states = compiled_steps(decoder, attention), _state_storage(spec, loading)

@@ -320,7 +320,8 @@ class Decoder:
         q_THL = torch.bmm(plain_THP.transpose(0, 1), keys_HPL).transpose(0, 1)
         kept_TL = self._normed(layer, "self_attn.kv_a_layernorm", kept_TL)
         q_THD, k_TKD = torch.cat([q_THR, q_THL], dim=-1), torch.cat([k_TR, kept_TL], dim=-1)[:, None]
-        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, k_TKD, rotation)
+        q_THD, k_TKD = (_rotated(x, rotation) for x in (q_THD, k_TKD))  # first: keys are kept as values too
+        rotated_THD = attention.store(mixer.index, q_THD, k_TKD, k_TKD, None)
         if asked is not None:
             if not asked.num_chunks:
                 return rotated_THD[:0].flatten(1)

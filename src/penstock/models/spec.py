@@ -166,7 +166,7 @@ class DecoderSpec:
 
     @property
     def kv_values_per_token(self) -> int:
-        return sum(2 * layer.kv_rows for layer in self.keeping_layers)
+        return sum((2 if self.latent is None else 1) * layer.kv_rows for layer in self.keeping_layers)
 
     @property
     def widest_layer(self) -> LayerSpec:
