@@ -148,7 +148,7 @@ class OwnCaches:
 
 
 class PagedPrompts(OwnCaches):
-    """The same over our pages, which keep the keys and values of any prefix; nothing else is kept of a sequence."""
+    """Reads such prompts over our pages, which keep the keys and values of any prefix; nothing else is kept."""
 
     def __init__(self, forward: CachedForward, attention: AttentionBackend, num_calls: int) -> None:
         super().__init__(forward, recomputes=True)

@@ -109,7 +109,7 @@ class GenericImagesLoader:
 
 
 def _is_exact_in_pages(lane: MultimodalLane) -> bool:
-    """Without a processor there are no pictures, and text was checked before."""
+    """Tells by a picture; without a processor there are none, and text was checked before."""
     if lane.processor is None:
         return True
     try:

@@ -60,7 +60,7 @@ def check_image_text(model: Any, make_attention: MakeAttention = cpu_attention) 
 def paged(
     cases: list[Case], prompts: list[MediaPrompt], media: MediaModel, make_attention: MakeAttention
 ) -> Generator[list[Case]]:
-    """The same cases, read over pages while this lasts."""
+    """Reads the same cases over pages while this lasts."""
     model, forward = media.model, CachedForward(media.model)
     own_attention = model.config.get_text_config()._attn_implementation
     if forward.depends_on_length:
