@@ -260,7 +260,9 @@ class Decoder:
         if spec.attention_input_scale != 1.0:
             normed_TM = normed_TM * spec.attention_input_scale
         if mixer.made_OI is not None and spec.latent is not None:
-            return self._attended_in_short(layer, mixer, spec.latent, mixer.made_OI, normed_TM, rotation, attention, asked)
+            return self._attended_in_short(
+                layer, mixer, spec.latent, mixer.made_OI, normed_TM, rotation, attention, asked
+            )
         q, k, v = mixer.qkv(normed_TM).split(spec.attention_rows(layer.spec), dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._normed(layer, "self_attn.q_norm", q), self._normed(layer, "self_attn.k_norm", k)
