@@ -107,12 +107,13 @@ def test_a_recording_that_fails_is_given_up_and_said(model):
     joined = with_graphs(joined_model(model))
     with pytest.warns(UserWarning, match="launched kernel by kernel"):
         found = read(joined)
-    assert torch.equal(found, expected)
-    assert joined.graphs is None
+    assert (found - expected).abs().max() <= 1e-5
+    assert joined.graphs.gave_up
+    assert torch.equal(read(joined), expected)
     joined = with_graphs(joined)
     with pytest.warns(UserWarning, match="launched kernel by kernel"):
         joined.capture()
-    assert joined.graphs is None
+    assert joined.graphs.gave_up
 
 
 def test_a_model_whose_rotary_table_depends_on_the_length_is_not_recorded():

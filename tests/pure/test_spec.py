@@ -40,7 +40,9 @@ def test_windows_lie_where_the_family_says():
     assert [layer.window for layer in spec_of("qwen2", **mixed).layers] == [None, None, 11, 11]
     assert [layer.window for layer in spec_of("qwen2", **mixed | {"use_sliding_window": False}).layers] == [None] * 4
     kinds = ["full_attention", "sliding_attention"] * 2
-    assert [layer.window for layer in spec_of("qwen3", sliding_window=5, layer_types=kinds).layers] == [None, 5] * 2
+    windows = {"sliding_window": 5, "layer_types": kinds}
+    assert [layer.window for layer in spec_of("qwen3", use_sliding_window=True, **windows).layers] == [None, 5] * 2
+    assert [layer.window for layer in spec_of("qwen3", **windows).layers] == [None] * 4  # as its class reads it
 
 
 def test_only_layers_with_a_window_are_rotated_where_the_family_says_so():

@@ -7,7 +7,6 @@ The model hands every layer's queries, keys and values to the registered functio
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -235,8 +234,7 @@ class JoinedModel:
     def capture(self) -> None:
         """Captures decodes ahead of time, so that no request waits for it."""
         if self.graphs is not None:
-            with self._or_launched():
-                self.graphs.capture_all()
+            self.graphs.capture_all()
 
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -246,22 +244,9 @@ class JoinedModel:
 
     def _run(self, inputs: ForwardInputs) -> torch.Tensor:
         if self.graphs is not None and self.graphs.fits(inputs):
-            with self._or_launched():
-                return self.graphs.forward(inputs)[inputs.logit_rows]
+            return self.graphs.forward(inputs)[inputs.logit_rows]
         self.attention.begin_step(inputs)
         return self.joined.logits(inputs, self.attention, inputs.logit_rows)
-
-    @contextmanager
-    def _or_launched(self) -> Generator[None]:
-        """A capture that fails is not tried again: it found no memory, or what `can_capture` does not see."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.graphs = None
-            if self.joined.device.type == "cuda":
-                # A capture that failed leaves its own stream behind as the current one.
-                torch.cuda.set_stream(torch.cuda.default_stream(self.joined.device))
-            warnings.warn(f"decodes are launched kernel by kernel: capturing them failed ({error})", stacklevel=2)
 
 
 def one_by_one(inputs: ForwardInputs) -> list[ForwardInputs]:

@@ -7,6 +7,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class DecodeGraphs:
         self.model = model
         self.attention = attention
         self.is_replaying = True  # else every step is launched kernel by kernel, on the same padded inputs
+        self.gave_up = False  # a capture failed, and none is tried again
         more: dict[str, Any] = {} if states is None else {"states": states}
         self._forward = partial(model.forward, **more)
         self._tokens = PaddedTokens(attention.max_rows, model.device, states, has_longer=False)
@@ -49,6 +51,8 @@ class DecodeGraphs:
     def fits(self, inputs: ForwardInputs) -> bool:
         num_tokens = len(inputs.ids_T)
         is_decode = inputs.query_starts == tuple(range(num_tokens + 1)) and inputs.num_chunks == num_tokens
+        if self.gave_up:
+            return False
         return is_decode and 0 < num_tokens <= self.attention.max_rows and len(set(inputs.rotary_variants)) == 1
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -58,12 +62,14 @@ class DecodeGraphs:
         self.attention.begin_step(inputs)
         size = min(SIZES[bisect_left(SIZES, num_tokens)], self.attention.max_rows)
         key = (size, inputs.rotary_variants[0])
-        if not self.is_replaying:
+        if self.is_replaying and key not in self._captured:
+            with or_launched("decodes", self._tokens.device) as outcome:
+                self._captured[key] = self._capture(*key)
+            self.gave_up = outcome.has_failed
+        if not self.is_replaying or self.gave_up:
             self.attention.use_rows(size)
             self._tokens.fill_tables(inputs)
             return self._forward(self._tokens.inputs(*key), self.attention)[:num_tokens]
-        if key not in self._captured:
-            self._captured[key] = self._capture(*key)
         self._tokens.fill_tables(inputs)
         self._captured[key].replay()
         assert self._rows is not None
@@ -90,9 +96,11 @@ class DecodeGraphs:
         """Captures every size ahead of time, so that no request waits for it."""
         self.attention.forget_rows()  # a capture computes, and would write where the last step wrote
         most = self.attention.max_rows
-        for size in (most, *(size for size in reversed(SIZES) if size < most)):  # smaller ones fit into the pool
-            if (size, "default") not in self._captured:
-                self._captured[size, "default"] = self._capture(size, "default")
+        with or_launched("decodes", self._tokens.device) as outcome:
+            for size in (most, *(size for size in reversed(SIZES) if size < most)):  # smaller ones fit into the pool
+                if (size, "default") not in self._captured:
+                    self._captured[size, "default"] = self._capture(size, "default")
+        self.gave_up = outcome.has_failed
 
     def _capture(self, size: int, variant: str) -> torch.cuda.CUDAGraph:
         self.attention.use_rows(size)
@@ -115,12 +123,31 @@ class DecodeGraphs:
         return graph
 
 
+@dataclass
+class CaptureOutcome:
+    has_failed: bool = False
+
+
+@contextmanager
+def or_launched(name: str, device: torch.device) -> Generator[CaptureOutcome]:
+    """Says of a capture that fails that its steps are launched kernel by kernel: it found no memory, say."""
+    outcome = CaptureOutcome()
+    try:
+        yield outcome
+    except RuntimeError as error:
+        outcome.has_failed = True
+        if device.type == "cuda":  # the capture left its own stream behind as the current one
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
+        warnings.warn(f"{name} are launched kernel by kernel: capturing them failed ({error})", stacklevel=3)
+
+
 class PaddedTokens:
     """Holds the tokens of a step where captures read them; what lies past them is padding."""
 
     def __init__(
         self, max_rows: int, device: torch.device, states: StateStorage | None = None, *, has_longer: bool = True
     ) -> None:
+        self.device = device
         self._ids = torch.zeros(max_rows, dtype=torch.long, device=device)
         self._positions = torch.zeros(max_rows, dtype=torch.long, device=device)
         self._num_real = torch.full((1,), max_rows, dtype=torch.int32, device=device)

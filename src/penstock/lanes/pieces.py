@@ -19,7 +19,7 @@ import torch
 from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.chunk_tables import MOST_CHUNKS, num_longer
 from penstock.config import GPU_STEP_SIZES
-from penstock.lanes.graphs import PaddedTokens, without_collection
+from penstock.lanes.graphs import PaddedTokens, or_launched, without_collection
 from penstock.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -88,8 +88,11 @@ class StepPieces:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        if self._captured:
-            return
+        if not self._captured:
+            with or_launched("steps with prompt chunks", self.decoder.device):
+                self._captured = self._capture_all()
+
+    def _capture_all(self) -> dict[int, tuple[CapturedPiece, ...]]:
         self.attention.prepare()
         self._tokens.forget_tables()
         width, dtype = self.decoder.spec.hidden_size, self.decoder.dtype
@@ -110,7 +113,7 @@ class StepPieces:
                     found[size] = capture.capture(forward, self._hidden[:size])
                 pool = capture.pool
         torch.cuda.current_stream().wait_stream(stream)
-        self._captured = found
+        return found
 
     def _size(self, num_tokens: int) -> int:
         """0 where the step is larger than any that is captured."""
