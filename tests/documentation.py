@@ -88,6 +88,11 @@ def run_penstock(arguments: tuple[str, ...], typed: bytes) -> None:
 
     ends_early = arguments[0] in ("run", "chat") and "--help" not in arguments
     sys.argv = ["penstock", *arguments, *(SHORT_ANSWERS if ends_early else ())]
+    if ends_early and "--memory" in arguments:  # what this process holds besides would count
+        alone = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
+        done = subprocess.run(alone, input=typed, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        return
     sys.stdin = io.TextIOWrapper(io.BytesIO(typed))
     printed = io.StringIO()
     code: object = 0

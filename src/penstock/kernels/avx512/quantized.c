@@ -12,7 +12,7 @@
 #define MANY 64          /* rows that pay for a panel */
 #define PART 192         /* rows that share it */
 #define MAX_PANEL_BYTES ((size_t)512 << 10)
-#define AHEAD 8192       /* bytes that are asked for before they are needed, into the second cache */
+#define AHEAD 16384       /* bytes that are asked for before they are needed, into the second cache */
 
 _Static_assert(PART % TALL == 0 && PART % TILE_ROWS == 0, "a tile would write rows of the next part");
 
@@ -34,12 +34,14 @@ INLINE size_t group_bytes(const int scales, const int lowest)
     return sizeof(__m512i) * WIDE * (NUM_PAIRS + scales * (1 + lowest));
 }
 
-/* What is ahead of the codes of a group: past a block lies the one beside it, which is read already. */
+/* A group's part of what is ahead, codes and factors: past a block lies the one beside it, which is read already. */
 INLINE void ask_ahead(const char *block, size_t bytes, int group, int num_blocks, const enum type type)
 {
-    size_t at = group * code_bytes(type) + AHEAD;
-    at += at < bytes ? 0 : (num_blocks - 1) * bytes;
-    for (size_t line = 0; line < code_bytes(type); line += 64)
+    const enum factors factors = format_of(type).factors;
+    const size_t part = code_bytes(type) + factor_bytes(factors) / groups_of_factors(factors);
+    size_t at = group * part + AHEAD;
+    at += at / bytes * (num_blocks - 1) * bytes;
+    for (size_t line = 0; line < part; line += 64)
         _mm_prefetch(block + at + line, _MM_HINT_T1);
 }
 
