@@ -1,7 +1,7 @@
 """The last layer works for the rows whose logits are asked, and gives them what it would give beside all others."""
 
 from dataclasses import replace
-from itertools import accumulate, compress, pairwise
+from itertools import compress, pairwise
 
 import pytest
 import tiny_models
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from logit_recorder import LogitRecorder
+from step_inputs import inputs_of
 from tiny_models import prompt
 
-from penstock.attention.backend import ForwardInputs
 from penstock.lanes.sweep import cut
 
 QUICK = ["llama", "qwen3-next", "gemma4-e", "qwen3-moe"]
@@ -73,19 +73,10 @@ def test_prompt_logprobs_and_embeddings_need_every_row(load):
 def steps(draw):
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
     asks = draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
-    starts = tuple(accumulate(lengths, initial=0))
-    last_rows = [end - 1 for end in starts[1:]]
-    return ForwardInputs(
-        ids_T=torch.arange(starts[-1]),
-        positions_T=torch.arange(starts[-1]),
-        query_starts=starts,
-        context_lens=tuple(100 * index + length for index, length in enumerate(lengths)),
-        block_table=tuple((index,) for index in range(len(lengths))),
-        rotary_variants=("default",) * len(lengths),
-        sequence_ids=tuple(range(len(lengths))),
-        logit_rows=torch.tensor(list(compress(last_rows, asks)), dtype=torch.long),
-        asks_last=tuple(asks),
-    )
+    inputs = inputs_of(*lengths)
+    last_rows = [end - 1 for end in inputs.query_starts[1:]]
+    logit_rows = torch.tensor(list(compress(last_rows, asks)), dtype=torch.long)
+    return replace(inputs, logit_rows=logit_rows, asks_last=tuple(asks))
 
 
 @given(steps(), st.integers(1, 16))

@@ -1,7 +1,7 @@
 """A step that is cut into tiles inside each layer gives the very numbers that chunks of a tile's size give."""
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import tiny_models
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from logit_recorder import LogitRecorder
+from step_inputs import inputs_of
 from tiny_models import prompt
 
-from penstock.attention.backend import ForwardInputs
 from penstock.lanes.sweep import cut
 from penstock.request import Finished
 from penstock.schedule.budget import FIRST_LATENESS, StepCost
@@ -62,21 +62,6 @@ def test_every_family_is_swept_as_it_is_read_in_chunks(name, load):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_so_it_is_in_every_tile(name, tile, dtype, load):
     assert_a_sweep_is_its_chunks(load, name, tile, dtype=dtype)
-
-
-def inputs_of(*lengths: int) -> ForwardInputs:
-    starts = tuple(accumulate(lengths, initial=0))
-    return ForwardInputs(
-        ids_T=torch.arange(starts[-1]),
-        positions_T=torch.arange(starts[-1]),
-        query_starts=starts,
-        context_lens=tuple(100 * index + length for index, length in enumerate(lengths)),
-        block_table=tuple((index,) for index in range(len(lengths))),
-        rotary_variants=("default",) * len(lengths),
-        sequence_ids=tuple(range(len(lengths))),
-        logit_rows=torch.empty(0),
-        state_slots=tuple(range(len(lengths))),
-    )
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 16))

@@ -10,12 +10,13 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
 
+from parts_on_device import DEVICE, on_device
+
 from penstock.models import cuda_experts
 from penstock.models.experts import Experts
 from penstock.models.layer_specs import ExpertNames, ExpertsSpec
 from penstock.models.layers import Linear
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4
 
 
@@ -42,18 +43,6 @@ def tensors(part):
             yield value
         elif dataclasses.is_dataclass(value) and field.name != "spec":
             yield from tensors(value)
-
-
-def on_device(part):
-    """The same weights, where the kernels run."""
-    changes = {}
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if isinstance(value, torch.Tensor):
-            changes[field.name] = value.to(DEVICE)
-        elif dataclasses.is_dataclass(value) and field.name != "spec":
-            changes[field.name] = on_device(value)
-    return dataclasses.replace(part, **changes)
 
 
 def rows(count, hidden=64, seed=7):

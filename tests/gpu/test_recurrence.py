@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
 
+from parts_on_device import DEVICE, on_device
+
 from penstock.attention.backend import ForwardInputs
 from penstock.attention.chunk_tables import ChunkTables
 from penstock.cache.storage import LayerState
@@ -20,7 +22,6 @@ from penstock.models.layers import Linear
 from penstock.models.mamba import Mamba
 from penstock.models.short_conv import ShortConv
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 # The interpreter multiplies the bits of bfloat16 numbers.
 HALF = torch.float16 if DEVICE == CPU else torch.bfloat16
@@ -68,18 +69,6 @@ def recurrence(name, dtype=torch.float32):
     for tensor in weights:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.4)
     return made
-
-
-def on_device(part):
-    """The same weights, where the kernels run."""
-    changes = {}
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if isinstance(value, torch.Tensor):
-            changes[field.name] = value.to(DEVICE)
-        elif dataclasses.is_dataclass(value) and field.name != "spec":
-            changes[field.name] = on_device(value)
-    return dataclasses.replace(part, **changes)
 
 
 def new_state(made, seed=3):

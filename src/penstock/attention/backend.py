@@ -88,9 +88,8 @@ class ForwardInputs:
 
         What the last layer makes of the others is used by nobody. `logit_rows` are still those of the whole step.
         """
-        if self.asks_last is None or self.media is not None or self.take_hidden is not None:
-            return None
-        if len(self.logit_rows) == len(self.ids_T):
+        needs_all = self.asks_last is None or self.media is not None or self.take_hidden is not None
+        if needs_all or len(self.logit_rows) == len(self.ids_T):
             return None
 
         def of_chunks(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -286,16 +286,22 @@ class Decoder:
         rotated_THD = attention.store(mixer.index, q_THD, k_TKD, v_TKD, rotation, norms)
         if query_scale_T11 is not None:
             rotated_THD *= query_scale_T11
-        if asked is not None:
-            if not asked.num_chunks:
-                return rotated_THD[:0].flatten(1)
-            rotated_THD = rotated_THD[asked.logit_rows]
-            gate_THD = None if gate_THD is None else gate_THD[asked.logit_rows]
-            attention.begin_step(asked)
-        attended_THD = attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
+        attended_THD = self._attend(mixer, rotated_THD, attention, asked)
         if gate_THD is not None:
+            gate_THD = gate_THD if asked is None else gate_THD[asked.logit_rows]
             attended_THD = attended_THD * gate_THD.sigmoid()
         return attended_THD.flatten(1)
+
+    def _attend(
+        self, mixer: Attention, rotated_THD: torch.Tensor, attention: AttentionBackend, asked: ForwardInputs | None
+    ) -> torch.Tensor:
+        """Attends once keys and values are stored: every row, or those that are asked, as a step of their own."""
+        if asked is not None:
+            rotated_THD = rotated_THD[asked.logit_rows]
+            if not asked.num_chunks:
+                return rotated_THD
+            attention.begin_step(asked)
+        return attention.attend(mixer.index, rotated_THD, mixer.rule, mixer.sinks_H)
 
     def _attended_in_short(
         self,
@@ -324,12 +330,7 @@ class Decoder:
         q_THD, k_TKD = torch.cat([q_THR, q_THL], dim=-1), torch.cat([k_TR, kept_TL], dim=-1)[:, None]
         q_THD, k_TKD = (_rotated(x, rotation) for x in (q_THD, k_TKD))  # first: keys are kept as values too
         rotated_THD = attention.store(mixer.index, q_THD, k_TKD, k_TKD, None)
-        if asked is not None:
-            if not asked.num_chunks:
-                return rotated_THD[:0].flatten(1)
-            rotated_THD = rotated_THD[asked.logit_rows]
-            attention.begin_step(asked)
-        attended_THL = attention.attend(mixer.index, rotated_THD, mixer.rule)[..., sizes.rotated_size :]
+        attended_THL = self._attend(mixer, rotated_THD, attention, asked)[..., sizes.rotated_size :]
         return torch.bmm(attended_THL.transpose(0, 1), values_HVL.mT).transpose(0, 1).flatten(1)
 
     def _normed(self, layer: Layer, name: str, x: torch.Tensor) -> torch.Tensor:
