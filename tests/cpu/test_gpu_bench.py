@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +143,28 @@ def test_random_weights_can_be_packed():
     with random_engine(SHAPE, quantize="int8", context=100, memory="4GiB", threads=1) as engine:
         assert len(engine.generate([1, 2, 3], max_tokens=3, ignore_eos=True).token_ids) == 3
         assert engine.model.memory.shape.weight_bytes < 250_000
+
+
+@pytest.mark.evidence
+def test_a_served_shape_is_measured_through_http_beside_the_engine_alone(tmp_path):
+    settings = ("memory=1GiB", "threads=1", "context=512", "device=cpu", "dtype=float32", "block_size=16")
+    size = ("--queue", "6", "64", "8", "--clients", "2", "--rounds", "1")
+    script = [sys.executable, str(H200 / "through_http.py"), "--shape", "tiny", *size, "--log", str(tmp_path / "log")]
+    done = subprocess.run([*script, "--set", *settings], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+    num_tokens = sum(written for _, written in replace(Work(), queue=(6, 64, 8)).requests())
+    for row in (found["alone"][0], found["whole"][0], found["streamed"][0]):
+        assert (row["requests"], row["tout"]) == (6, num_tokens)
+    assert found["streamed"][0]["events"] == num_tokens
+
+
+def test_a_shape_is_served_in_place_of_a_model_and_alone():
+    for flags, told in {("huge",): "huge", ("tiny", "--lane", "any"): "--lane", ("tiny", "another"): "another"}.items():
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--random-weights", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert told in done.stderr
 
 
 def test_a_time_below_its_limit_is_told_as_a_wrong_limit():

@@ -13,9 +13,9 @@ from penstock.engine.engine import Engine  # sets OpenMP's wait policy, so it st
 import tokenizers  # isort: skip
 import torch
 
-from penstock.bench.work import LARGEST_WEIGHT
-from penstock.config import load_config
-from penstock.engine.loading import load_files
+from penstock.bench.work import LARGEST_WEIGHT, SHAPES
+from penstock.config import EngineConfig, load_config
+from penstock.engine.loading import LoadedModel, load_files
 from penstock.models.files import resolve
 from penstock.models.groups import grouped
 from penstock.models.quantized import QuantizedRows
@@ -44,12 +44,25 @@ class RandomWeights:
 
 def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:
     """Makes an engine; `config` is the config.json of a native architecture, and prompts are token ids."""
+    return Engine(_load(config, load_config(settings), num_words=1))
+
+
+def load_shape(name: str, settings: EngineConfig) -> LoadedModel:
+    """Loads one of `SHAPES` as a server would load a model: each of its tokens is a word."""
+    return _load(SHAPES[name], settings, num_words=SHAPES[name]["vocab_size"])
+
+
+def _load(config: Mapping[str, Any], settings: EngineConfig, *, num_words: int) -> LoadedModel:
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        _save_tokenizer(folder)
-        files = resolve(folder, weights=False)
-        return Engine(load_files(files, load_config(settings), weights=RandomWeights()))
+        save_shape(config, folder, num_words)
+        return load_files(resolve(folder, weights=False), settings, weights=RandomWeights())
+
+
+def save_shape(config: Mapping[str, Any], folder: str, num_words: int) -> None:
+    """Saves what a model of that shape has beside its weights."""
+    Path(folder, "config.json").write_text(json.dumps(config))
+    _save_tokenizer(folder, num_words)
 
 
 def random_transformers_model(config: Mapping[str, Any], device: str) -> Any:
@@ -76,6 +89,10 @@ def save_model(model: Any, folder: str) -> None:
     _save_tokenizer(folder)
 
 
-def _save_tokenizer(folder: str) -> None:
-    """Saves one that knows a single word: prompts are token ids."""
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0}, unk_token="w0")).save(f"{folder}/tokenizer.json")
+def _save_tokenizer(folder: str, num_words: int = 1) -> None:
+    """Saves one whose tokens are the words w0, w1, ...; of a single one where prompts are token ids."""
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{token}": token for token in range(num_words)}, unk_token="w0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(f"{folder}/tokenizer.json")

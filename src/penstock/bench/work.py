@@ -82,6 +82,7 @@ SHAPES: dict[str, Config] = {
     ),
     "llama-3.2-1b": _decoder("llama", layers=16, width=2048, mlp=8192, heads=(32, 8, 64), **_LLAMA),
     "qwen3-0.6b": _decoder("qwen3", layers=28, width=1024, mlp=3072, heads=(16, 8, 128), tie_word_embeddings=True),
+    "tiny": _decoder("qwen3", layers=2, width=64, mlp=128, heads=(4, 2, 16), vocab_size=4096),
 }
 
 

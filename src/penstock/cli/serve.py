@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.bench.work import SHAPES
 from penstock.cli.flags import Model, TraceFile
 from penstock.cli.settings import ENGINE, SERVER, SHARING, engine_config, with_settings
 from penstock.cli.terminal import importing
-from penstock.config import DEFAULT_MODEL, MIB
+from penstock.config import DEFAULT_MODEL, MIB, EngineConfig
 from penstock.errors import InvalidSetting
 from penstock.ray import require_ray
 from penstock.server.settings import CONNECTIONS, TIMEOUTS, ServerSettings
@@ -48,6 +49,10 @@ def serve(
         Path | None, typer.Option(help="A folder for files and batches, which a later server goes on with.")
     ] = None,
     max_files_mib: Annotated[int, typer.Option(help="Most bytes of files that are kept.")] = 1024,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help=f"Serve a shape with random weights, to measure it: {', '.join(SHAPES)}.", metavar="SHAPE"),
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Run several replicas on Ray behind this server.")] = False,
     replicas: Annotated[str, typer.Option(help="With --ray: how many of each model, or from-to, such as 1-3.")] = "2",
     backlog_s: Annotated[
@@ -64,8 +69,12 @@ def serve(
 ) -> None:
     """Serve a model: OpenAI's API, metrics, and a page with a live timeline."""
     config = engine_config(settings)
+    if random_weights is not None:
+        _require_shape(random_weights, model, config, is_fleet=ray)
+        model = random_weights
     try:
         with importing():
+            from penstock.engine.loading import load_model
             from penstock.server.app import make_app
             from penstock.server.process import serve as serve_until_told
     except ModuleNotFoundError as error:
@@ -86,7 +95,12 @@ def serve(
     if not ray:
         if with_model:
             raise InvalidSetting("--with-model needs --ray: a server without it has one model.")
-        raise typer.Exit(serve_until_told(asked, lambda: make_app(asked, config)))
+        load = load_model
+        if random_weights is not None:
+            from penstock.bench.random_model import load_shape as load
+
+            typer.echo(f"The weights of {model} are random: its answers mean nothing.", err=True)
+        raise typer.Exit(serve_until_told(asked, lambda: make_app(asked, config, load)))
     if trace is not None:
         raise InvalidSetting("--trace is of one engine; with --ray ask /trace?replica=NAME instead.")
     require_ray()
@@ -95,3 +109,12 @@ def serve(
     fleet = FleetSettings.of(replicas, backlog_s=backlog_s, patience_s=patience_s)
     others = [replace(asked, model=name, name=None, aliases=()) for name in with_model or []]
     raise typer.Exit(serve_fleet([asked, *others], config, fleet))
+
+
+def _require_shape(shape: str, model: str, config: EngineConfig, *, is_fleet: bool) -> None:
+    if shape not in SHAPES:
+        raise InvalidSetting(f"--random-weights is {shape!r}; it must be one of {', '.join(SHAPES)}.")
+    if model != DEFAULT_MODEL:
+        raise InvalidSetting(f"--random-weights takes the place of MODEL, which is {model!r}. Give one of them.")
+    if config.lane is not None or config.adapter is not None or is_fleet:
+        raise InvalidSetting("--random-weights are those of our own decoder; leave out --lane, --adapter and --ray.")

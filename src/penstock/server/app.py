@@ -12,21 +12,22 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.config import EngineConfig
+from penstock.engine.loading import load_model
 from penstock.server import info, timeline, tokens
 from penstock.server.anthropic import messages
 from penstock.server.batch_jobs import BatchJobs
 from penstock.server.gate import Gate
 from penstock.server.openai import batches, chat, completions, embeddings, files, responses
 from penstock.server.problems import add_handlers
-from penstock.server.service import Service
+from penstock.server.service import Loader, Service
 from penstock.server.settings import ServerSettings
 
 OPENAI = (chat, completions, responses, embeddings, files, batches)
 ROUTERS = [part.router for part in (info, *OPENAI, messages, tokens, timeline)]
 
 
-def make_app(settings: ServerSettings, config: EngineConfig) -> FastAPI:
-    service = Service(settings, config)
+def make_app(settings: ServerSettings, config: EngineConfig, load: Loader = load_model) -> FastAPI:
+    service = Service(settings, config, load)
     app = behind_gate(service, service.load)
     for router in ROUTERS:
         app.include_router(router)

@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,7 +20,7 @@ from penstock.answer.probe import TemplateForms, probe
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.engine import Engine
-from penstock.engine.loading import load_model
+from penstock.engine.loading import LoadedModel, load_model
 from penstock.engine.prompts import PromptReader
 from penstock.errors import EngineClosed
 from penstock.plan.memory import over_budget
@@ -38,12 +38,14 @@ from penstock.server.turns import fitted, turn_rules
 
 TOLD_AGAIN = 1.01  # a peak above the budget is logged again when it has grown by this
 log = logging.getLogger("penstock.server")
+Loader = Callable[[str, EngineConfig], LoadedModel]  # of the model that the settings name
 
 
 class Service:
-    def __init__(self, settings: ServerSettings, config: EngineConfig) -> None:
+    def __init__(self, settings: ServerSettings, config: EngineConfig, load: Loader = load_model) -> None:
         self.settings = settings
         self.config = config
+        self._load = load
         self.name = settings.served_name
         self.started_at = int(time.time())
         self.board = Board()
@@ -150,7 +152,7 @@ class Service:
             log.warning(f"over budget: {over}", extra={"peak_bytes": peak_bytes, "budget_bytes": self.config.memory})
 
     def _loaded(self) -> Engine:
-        model = load_model(self.settings.model, self.config)
+        model = self._load(self.settings.model, self.config)
         self._template = None if model.chat_template is None else TemplateApart(model.chat_template)
         model = replace(model, name=self.name, chat_template=self._template)
         engine = Engine(model, trace=self.settings.trace)
