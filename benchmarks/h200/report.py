@@ -16,6 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.gpu import against_limits
+from penstock.bench.limits import DeviceLimits
+from penstock.bench.work import SHAPES, Work
+from penstock.models.spec import decoder_spec
+
 HERE = Path(__file__).parent
 MARK = "<!-- table -->"
 CURVE = "qwen3-8b"  # the shape whose trade-off is drawn
@@ -29,6 +34,10 @@ TIMES = {
     "tpot_64_1024": "decode step, 64 at 1k",
     "tpot_256_1024": "decode step, 256 at 1k",
     "tpot_8_32768": "decode step, 8 at 32k",
+} | {
+    f"tpot_{size}_1024_sampled_{logits}": f"decode step, {size} at 1k, sampled from {logits} logits"
+    for logits in ("flat", "peaked")
+    for size in (1, 64, 256)
 }
 
 
@@ -83,6 +92,8 @@ def _printed(text: str) -> dict[str, Any]:
             found[f"prefill_{words[1]}"] = float(value.split()[0]) / 1e3
         elif words[0] == "decode" and value.endswith("tok/s"):
             found[f"tpot_{words[1]}_{words[3]}"] = float(value.split()[0]) / 1e3
+        elif words[0] in ("greedy,", "sampled,"):
+            found[f"tpot_{words[2]}_{words[4]}_{words[0][:-1]}_{words[1][:-1]}"] = float(value.split()[0]) / 1e3
         elif name == "beside decodes":
             fields = re.findall(r"(\w+)=([\d.e-]+)", value)
             found[f"mixed{target}"] = {key: float(number) for key, number in fields}
@@ -110,21 +121,22 @@ def _one(results: list[dict[str, Any]], engine: str, lane: str | None) -> dict[s
 
 def table(last: dict[str, dict[str, Any]]) -> str:
     """Writes a section for each shape."""
-    return "\n\n".join("\n".join([f"### {shape}", "", *_lines(found)]) for shape, found in last.items())
+    return "\n\n".join("\n".join([f"### {shape}", "", *_lines(shape, found)]) for shape, found in last.items())
 
 
-def _lines(last: dict[str, Any]) -> Iterator[str]:
+def _lines(shape: str, last: dict[str, Any]) -> Iterator[str]:
     ours, theirs = last["penstock"], last["vllm"]
     full = theirs["8192"]
     card = full.get("device", "NVIDIA H200")
     yield f"Commit {last['commit']}, one {card}, both engines one after the other on one machine."
     yield ""
+    limits_s = ours.get("least_s") or _least_s(shape, ours)
     yield f"| work | Penstock | vLLM {full['version']} | vLLM / Penstock | limit |"
     yield "|---|---|---|---|---|"
     for key, name in TIMES.items():
         if key not in ours or key not in full:
             continue
-        ratio, limit = full[key] / ours[key], _limit(ours.get("least_s", {}).get(key), ours[key], full[key])
+        ratio, limit = full[key] / ours[key], _limit(limits_s.get(key), ours[key], full[key])
         yield f"| {name} | {ours[key] * 1e3:.2f} ms | {full[key] * 1e3:.2f} ms | {ratio:.3f} | {limit} |"
     for budget, result in theirs.items():
         if "mixed" not in result or not any(key.startswith("mixed_at_") for key in ours):
@@ -147,6 +159,14 @@ def _lines(last: dict[str, Any]) -> Iterator[str]:
     if "first_token_s" in ours:
         yield f"| first token of a cold process | {ours['first_token_s']:.1f} s | | | |"
     yield from _lane_lines(last.get("lane_of_transformers", {}), last.get("transformers", {}))
+
+
+def _least_s(shape: str, ours: dict[str, Any]) -> dict[str, float]:
+    """What the rows would take at limits that were measured in the same sitting, by a run of other rows."""
+    if "limits" not in ours:
+        return {}
+    spec, work = decoder_spec(SHAPES[shape]), Work.of_vocabulary(SHAPES[shape]["vocab_size"])
+    return against_limits(spec, work, DeviceLimits(**ours["limits"]), ours, lambda *_: None)["least_s"]
 
 
 def _limit(least_s: float | None, *seconds: float) -> str:
