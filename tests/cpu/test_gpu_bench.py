@@ -95,7 +95,10 @@ def test_another_engine_is_given_our_work_on_every_shape(shape):
 def test_the_work_is_what_vllm_was_measured_with():
     work, last = Work(), json.loads((H200 / "last.json").read_text())["qwen3-8b"]["vllm"]["8192"]
     keys = {f"prefill_{length}" for length in work.prompt_lengths} | {f"tpot_{b}_{c}" for b, c in work.batches}
-    assert keys | {"mixed", "offline"} == set(last) - {"engine", "version", "shape", "batched", "device"}
+    ways = [f"{name}_{logits}" for name in ("greedy", "sampled") for logits in ("flat", "peaked")]
+    keys |= {f"tpot_{b}_{c}_{way}" for b, c in work.sampled_batches for way in ways}
+    keys |= {"mixed", "mixed_of_2048", "mixed_of_512", "offline"}
+    assert keys == set(last) - {"engine", "version", "shape", "batched", "device"}
     assert set(last["mixed"]) == {field.name for field in fields(Mixed)}
     requests = work.requests()
     assert last["offline"]["tin"] == sum(read for read, _ in requests)
