@@ -265,7 +265,7 @@ WHAT_IS_SPECIAL = {
     "qwen3_5_text": "Hybrid: gated delta rule and attention.",
     "qwen3_5_moe_text": "The same with a mixture of experts.",
     "mixtral": "Mixture of experts.",
-    "gpt_oss": "Mixture of experts, attention sinks; MXFP4 checkpoints are dequantised as they are read.",
+    "gpt_oss": "Mixture of experts, attention sinks; experts in MXFP4 stay so on a GPU and are expanded on a CPU.",
     "bamba": "Hybrid: Mamba 2 and attention.",
     "granitemoehybrid": "Hybrid: Mamba 2 and attention, with or without experts.",
     "gemma2": "Softcaps on attention scores and logits.",

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType as Quant
 from logit_recorder import LogitRecorder
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS as TINY
-from tiny_models import prompt, reference_logits, save_tiny_model
+from tiny_models import prompt, put_experts_in_mxfp4, reference_logits, save_tiny_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
@@ -259,18 +259,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path, small_slices):
 
 def test_a_checkpoint_with_experts_in_mxfp4_runs_natively_as_transformers_runs_it(tmp_path):
     save_tiny_model("gpt-oss", tmp_path)
-    generator = torch.Generator().manual_seed(5)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = (experts, outputs, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(122, 125, groups, generator=generator, dtype=torch.uint8)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    whole = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": whole}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    put_experts_in_mxfp4(tmp_path)
     dequantized = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=transformers.Mxfp4Config(dequantize=True), attn_implementation="eager"
     ).float()  # which bfloat16 holds exactly

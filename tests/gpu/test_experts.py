@@ -10,12 +10,23 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_in_interpreter.py", allow_module_level=True)
 
+from gguf.constants import GGMLQuantizationType as Type
+from gguf_models import write_gguf
 from parts_on_device import DEVICE, on_device
+from tiny_models import put_experts_in_mxfp4, save_tiny_model
 
+from penstock.errors import UnsupportedModel
 from penstock.models import cuda_experts
+from penstock.models.decoder import Decoder
 from penstock.models.experts import Experts
+from penstock.models.files import resolve
 from penstock.models.layer_specs import ExpertNames, ExpertsSpec
 from penstock.models.layers import Linear
+from penstock.models.mxfp4 import Mxfp4Matrices, mxfp4_values
+from penstock.models.quantization import has_codes_for_card, quantization_of
+from penstock.models.shapes import native_shape
+from penstock.models.spec import decoder_spec
+from penstock.models.weights import open_weights
 
 TOLERANCE = 1e-4
 
@@ -204,3 +215,81 @@ def exact_mixture(made, x, routed):
         inner = torch.nn.functional.silu(gate) * up
         out.index_add_(0, tokens, inner @ made.down_EMF[expert].double().t() * weights[tokens, slots, None])
     return out
+
+
+def coded_experts(num_experts, num_active, inner, hidden, seed=3):
+    """Random codes as gpt-oss is published with, and the same mixture with what they stand for."""
+    plain = experts(
+        spec(num_experts, num_active, inner, has_biases=True, clamp=7.0, clamp_alpha=1.702), hidden=hidden, seed=seed
+    )
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, num_outputs, num_inputs in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        matrices = Mxfp4Matrices.empty(
+            num_experts, num_outputs, num_inputs, is_alternating=name == "gate_up", device=DEVICE
+        )
+        for expert in range(num_experts):
+            shape = (num_outputs, num_inputs // 32)
+            codes = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            powers = torch.randint(119, 124, shape, generator=generator, dtype=torch.uint8)
+            matrices.take(expert, codes, powers)
+            getattr(plain, name)[expert] = mxfp4_values(codes.flatten(), powers.flatten()).view(num_outputs, -1)
+        found[name] = matrices
+    coded = dataclasses.replace(on_device(plain), gate_up_bias_EF=plain.gate_up_bias_EF.to(DEVICE, copy=True), **found)
+    coded.settle(hidden)
+    return plain, coded
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_active", "inner", "hidden"),
+    [
+        *((count, 4, 2, 96, 160) for count in (1, 2, 3, 17, 70, 300)),
+        *((count, 8, 4, 64, 32) for count in (1, 5, 40)),
+        pytest.param(4, 2, 1, 2880, 2880, marks=pytest.mark.long),
+    ],
+)
+def test_experts_in_mxfp4_give_what_their_values_give(num_rows, num_experts, num_active, inner, hidden):
+    plain, coded = coded_experts(num_experts, num_active, inner, hidden)
+    x = rows(num_rows, hidden)
+    found = cuda_experts.mixed(coded, x.to(DEVICE)).cpu()
+    expected = cuda_experts.mixed(on_device(plain), x.to(DEVICE)).cpu()
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (found - plain(x)).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_scale_that_kernels_do_not_hold_is_refused():
+    matrices = Mxfp4Matrices.empty(1, 8, 32, is_alternating=False, device=DEVICE)
+    codes, powers = torch.zeros(8, 1, 16, dtype=torch.uint8), torch.full((8, 1), 129, dtype=torch.uint8)
+    matrices.take(0, codes, powers - 1)
+    with pytest.raises(UnsupportedModel, match="--quantize none"):
+        matrices.take(0, codes, powers)
+
+
+@pytest.mark.parametrize("is_gguf", [False, True], ids=["safetensors", "GGUF"])
+def test_a_checkpoint_in_mxfp4_is_kept_as_it_is(tmp_path, is_gguf):
+    save_tiny_model("gpt-oss", tmp_path)
+    if is_gguf:
+        path = write_gguf(tmp_path, "gpt-oss", tmp_path / "model.gguf", lambda name: Type.MXFP4)
+        files = resolve(str(path))
+    else:
+        put_experts_in_mxfp4(tmp_path)
+        files = resolve(str(tmp_path))
+    assert has_codes_for_card(files)
+    place = {"dtype": torch.float32, "device": DEVICE}
+    found, expanded = (
+        Decoder(decoder_spec(files.config), quantization=quantization, **place)
+        for quantization in (quantization_of(files, "keep", "cuda"), None)
+    )
+    for decoder in (found, expanded):
+        decoder.load(open_weights(files))
+    assert found.residual_dtype == torch.float32
+    x = rows(5, found.spec.hidden_size).to(DEVICE)
+    for ours, plain in zip(found.layers, expanded.layers, strict=True):
+        assert isinstance(ours.mlp.down, Mxfp4Matrices)
+        expected = cuda_experts.mixed(plain.mlp, x)
+        assert (cuda_experts.mixed(ours.mlp, x) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    held = sum(
+        one.words_EGOW.nbytes + one.factors_EGO.nbytes
+        for one in dict(found.destinations()).values()
+        if isinstance(one, Mxfp4Matrices)
+    )
+    assert held == native_shape(files.config, "float32", quantization_of(files, "keep", "cuda")).quantized_bytes

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from penstock.bench.work import SHAPES
 from penstock.config import EngineConfig, load_config
 from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.lanes.place import NO_SHARED_PREFIXES, TEXT_ALONE
@@ -66,6 +67,23 @@ def test_weights_stay_in_few_bits_only_where_they_can(place_of):
         _ = place_of(TEXT, quantize="int8", device="cuda").quantize
     with pytest.raises(InvalidSetting, match="native-multimodal, not transformers-generic-seq2seq-source"):
         place_of(SOURCE, quantize="int8")
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4_on_a_card_and_are_priced_so(place_of):
+    shape = SHAPES["gpt-oss-20b"]
+    place = place_of(shape, device="cuda")
+    assert place.quantize == place_of(shape, device="cuda", quantize="keep").quantize == "keep"
+    found = priced(place)
+    assert found.weight_bytes < 16 * 2**30
+    assert not found.shape.dequantized_tile_bytes
+    expanded = priced(place_of(shape, device="cuda", quantize="none"))
+    num_values = 24 * 32 * 3 * 2880 * 2880
+    assert found.shape.num_quantized == num_values
+    codes = expanded.weight_bytes - found.weight_bytes
+    assert num_values * (2 - 0.55) < codes < num_values * (2 - 0.53), "four bits, a scale for 32, and filled up groups"
+    assert place_of(shape).quantize == "none", "a processor expands them"
+    plain = {key: value for key, value in shape.items() if key != "quantization_config"}
+    assert place_of(plain, device="cuda").quantize == "none"
 
 
 def test_a_budget_that_holds_no_chunk_is_refused_with_what_would_do(place_of):

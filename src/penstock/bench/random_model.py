@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from penstock.config import EngineConfig, load_config
 from penstock.engine.loading import LoadedModel, load_files
 from penstock.models.files import resolve
 from penstock.models.groups import grouped
+from penstock.models.mxfp4 import BIAS, Mxfp4Matrices
 from penstock.models.quantized import QuantizedRows
 
 
@@ -37,6 +39,13 @@ class RandomWeights:
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         values = torch.empty(destination.shape).uniform_(-LARGEST_WEIGHT, LARGEST_WEIGHT)
         destination.fill(0, grouped(values.numpy(), destination.kind))
+
+    @torch.inference_mode()
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        """Draws codes, and the power that makes the largest of them as large as other weights may be."""
+        power = math.floor(math.log2(LARGEST_WEIGHT / 6)) + 127 + BIAS
+        destination.words_EGOW.random_(-(2**15), 2**15)
+        destination.factors_EGO.fill_(int.from_bytes([power] * 4, "little", signed=True))
 
     def stored_runs(self, name: str, destination: torch.Tensor) -> None:
         """Finds nothing: no file has them."""

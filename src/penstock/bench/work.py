@@ -61,6 +61,15 @@ _MAMBA |= {"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermedia
 _MAMBA |= {"embedding_multiplier": 12, "attention_multiplier": 1 / 128, "residual_multiplier": 0.22}
 _MAMBA |= {"architectures": ["GraniteMoeHybridForCausalLM"]}
 _LLAMA: Config = {"vocab_size": 128256, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+# As published but for the longest context; its scaled positions are what vLLM asks for.
+_GPT_OSS: Config = {"vocab_size": 201088, "attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128}
+_GPT_OSS |= {"num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+_GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"] * 12, "rope_theta": 150000}
+_GPT_OSS_ROPE: Config = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
+_GPT_OSS |= {"rope_scaling": _GPT_OSS_ROPE, "rope_parameters": _GPT_OSS_ROPE | {"rope_theta": 150000}}
+_GPT_OSS_WHOLE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+_GPT_OSS |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _GPT_OSS_WHOLE}}
 # The config.json of each shape, as every engine reads it. Positions are not scaled: no step's time depends on it.
 SHAPES: dict[str, Config] = {
     "qwen3-8b": _decoder("qwen3", layers=36, width=4096, mlp=12288, heads=(32, 8, 128)),
@@ -80,6 +89,7 @@ SHAPES: dict[str, Config] = {
     "granite-4.0-h": _decoder(
         "granitemoehybrid", layers=24, width=1536, mlp=512, heads=(12, 4, 128), **_MAMBA, tie_word_embeddings=True
     ),
+    "gpt-oss-20b": _decoder("gpt_oss", layers=24, width=2880, mlp=2880, heads=(64, 8, 64), **_GPT_OSS),
     "llama-3.2-1b": _decoder("llama", layers=16, width=2048, mlp=8192, heads=(32, 8, 64), **_LLAMA),
     "qwen3-0.6b": _decoder("qwen3", layers=28, width=1024, mlp=3072, heads=(16, 8, 128), tie_word_embeddings=True),
     "tiny": _decoder("qwen3", layers=2, width=64, mlp=128, heads=(4, 2, 16), vocab_size=4096),

@@ -147,9 +147,34 @@ def _columns_of(places, first, columns, is_row, NUM_IN: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
+def _codes_of(words, PART: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Gives a quarter of the codes as numbers, too small by 2 ** 126: sign, two bits of exponent, one of mantissa."""
+    bits = words.to(tl.uint16, bitcast=True)
+    if PART < 3:
+        bits = (bits << (3 * PART)) & 0x81C0
+    else:  # what the other three leave free
+        bits = ((bits << 1) & 0x8000) | ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0)
+    if dtype == tl.float32:
+        bits = bits.to(tl.uint32) << 16
+    return bits.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _factors_of(factors, PART: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Gives powers of two: a byte is an exponent as floats have it."""
+    exponent = (factors >> (8 * PART)) & 255
+    if dtype == tl.float32:
+        power = exponent << 23
+    else:
+        power = (exponent << 7).to(tl.uint16)
+    return power.to(dtype, bitcast=True)
+
+
+@triton.jit
 def multiply_tiles(
     in_ptr,
     weight_ptr,
+    factors_ptr,
     bias_ptr,
     shares_ptr,
     out_ptr,
@@ -173,6 +198,9 @@ def multiply_tiles(
     With UP, tokens are gathered and multiplied with gate and up, and what the activation gives lies in the order of the
     sorted rows; rows of gate are STEP apart, and a row of up follows its gate's by UP. Without, sorted rows are
     multiplied with down and their shares, and lie in the order of the tokens again.
+
+    With factors, weights are codes in words: those of a quarter of COLUMNS inputs each, which share a factor, and the
+    outputs of as many inputs side by side.
     """
     come_and_wait(OVERLAPS)
     NUM_BLOCKS: tl.constexpr = (NUM_OUT + OUTS - 1) // OUTS
@@ -185,19 +213,43 @@ def multiply_tiles(
         in_rows = tl.load(order_ptr + sorted_rows, mask=is_row, other=0) // NUM_ACTIVE
     outs = block * OUTS + tl.arange(0, OUTS)
     is_out = outs < NUM_OUT
-    columns = tl.arange(0, COLUMNS)
-    in_places = in_ptr + in_rows.to(tl.int64)[:, None] * NUM_IN + columns[None, :]
     first_row = expert * (NUM_OUT * (2 if UP > 0 else 1))
-    weight_places = weight_ptr + first_row * NUM_IN + (outs * STEP)[:, None] * NUM_IN + columns[None, :]
+    in_places = in_ptr + in_rows.to(tl.int64)[:, None] * NUM_IN
     product = tl.zeros([OUTS, ROWS], tl.float32)
     up = tl.zeros([OUTS, ROWS], tl.float32)
-    for first in range(0, NUM_IN, COLUMNS):
-        x = tl.trans(_columns_of(in_places, first, columns, is_row, NUM_IN, COLUMNS))
-        weight = _columns_of(weight_places, first, columns, is_out, NUM_IN, COLUMNS)
-        product = tl.dot(weight, x, product, input_precision="ieee")
-        if UP > 0:
-            up_weight = _columns_of(weight_places + UP * NUM_IN, first, columns, is_out, NUM_IN, COLUMNS)
-            up = tl.dot(up_weight, x, up, input_precision="ieee")
+    if factors_ptr is None:
+        columns = tl.arange(0, COLUMNS)
+        in_places += columns[None, :]
+        weight_places = weight_ptr + first_row * NUM_IN + (outs * STEP)[:, None] * NUM_IN + columns[None, :]
+        for first in range(0, NUM_IN, COLUMNS):
+            x = tl.trans(_columns_of(in_places, first, columns, is_row, NUM_IN, COLUMNS))
+            weight = _columns_of(weight_places, first, columns, is_out, NUM_IN, COLUMNS)
+            product = tl.dot(weight, x, product, input_precision="ieee")
+            if UP > 0:
+                up_weight = _columns_of(weight_places + UP * NUM_IN, first, columns, is_out, NUM_IN, COLUMNS)
+                up = tl.dot(up_weight, x, up, input_precision="ieee")
+    else:
+        dtype: tl.constexpr = in_ptr.dtype.element_ty
+        SIZE: tl.constexpr = NUM_OUT * (2 if UP > 0 else 1)
+        NUM_GROUPS: tl.constexpr = (NUM_IN + COLUMNS - 1) // COLUMNS
+        QUARTER: tl.constexpr = COLUMNS // 4
+        columns = tl.arange(0, QUARTER)
+        in_places += columns[None, :]
+        factor_places = factors_ptr + first_row * NUM_GROUPS + outs
+        word_places = weight_ptr + (first_row * NUM_GROUPS + outs)[:, None] * QUARTER + columns[None, :]
+        for group in range(NUM_GROUPS):
+            factors = tl.load(factor_places + group * SIZE, mask=is_out, other=0)
+            words = tl.load(word_places + group * (SIZE * QUARTER), mask=is_out[:, None], other=0)
+            if UP > 0:
+                up_factors = tl.load(factor_places + (group * SIZE + UP), mask=is_out, other=0)
+                up_words = tl.load(word_places + (group * SIZE + UP) * QUARTER, mask=is_out[:, None], other=0)
+            for part in tl.static_range(4):
+                x = tl.trans(_columns_of(in_places, group * COLUMNS + part * QUARTER, columns, is_row, NUM_IN, COLUMNS))
+                weight = _codes_of(words, part, dtype) * _factors_of(factors, part, dtype)[:, None]
+                product = tl.dot(weight, x, product, input_precision="ieee")
+                if UP > 0:
+                    up_weight = _codes_of(up_words, part, dtype) * _factors_of(up_factors, part, dtype)[:, None]
+                    up = tl.dot(up_weight, x, up, input_precision="ieee")
     if bias_ptr is not None:
         bias_places = bias_ptr + first_row + outs * STEP
         product += tl.load(bias_places, mask=is_out, other=0.0).to(tl.float32)[:, None]

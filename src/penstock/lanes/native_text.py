@@ -18,7 +18,7 @@ from penstock.lanes.lane import Lane, LaneFacts
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.lanes.native_text_kind import streaming_plan
 from penstock.lanes.pieces import MAX_TOKENS, StepPieces, captured_size
-from penstock.lanes.place import CPU_TILING
+from penstock.lanes.place import CPU_TILING, Place
 from penstock.lanes.sweep import Sweep
 from penstock.models.cpu_steps import CompiledSteps, compiled_steps
 from penstock.models.decoder import Decoder
@@ -131,7 +131,7 @@ class NativeTextLoader:
             num_tokens=num_tokens,
             adjustments=[
                 *([] if streaming is None else [streaming.summary()]),
-                *_slow_quantization(loading.place.quantize, loading.place.dtype),
+                *_slow_quantization(loading.place),
             ],
             attention=lane.attention,
             states=lane.states,
@@ -220,9 +220,10 @@ def _captured_steps(
     return DecodeGraphs(decoder, decodes, states), StepPieces(decoder, in_pieces, states)
 
 
-def _slow_quantization(quantize: str, dtype: str) -> list[str]:
-    """What to say where no C kernels multiply weights in few bits."""
-    if quantize == "none" or (dtype == "bfloat16" and c_kernels() is not None):
+def _slow_quantization(place: Place) -> list[str]:
+    """What to say where no kernels multiply weights in few bits."""
+    is_half = place.dtype == "bfloat16"
+    if place.quantize == "none" or place.device == "cuda" or (is_half and c_kernels() is not None):
         return []
-    reason = build.kernels().reason if dtype == "bfloat16" else f"they are for bfloat16, not {dtype}"
+    reason = build.kernels().reason if is_half else f"they are for bfloat16, not {place.dtype}"
     return [f"weights in few bits are unpacked in Python for every step, slowly; no C kernels: {reason}"]

@@ -20,7 +20,7 @@ from penstock.errors import InvalidSetting, MemoryTooSmall
 from penstock.kernels import build
 from penstock.lanes.lane import LaneFacts
 from penstock.models.files import ModelFiles
-from penstock.models.quantization import Quantization, expanded_types, quantization_of, stored_types
+from penstock.models.quantization import Quantization, expanded_types, has_codes_for_card, quantization_of, stored_types
 from penstock.models.shapes import DTYPE_BYTES
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.placement import Placement, place_layers
@@ -61,7 +61,7 @@ class Place:
     @property
     def multiplies_codes(self) -> bool:
         """Whether rows are multiplied with weights in few bits as they lie; they are dequantized otherwise."""
-        return self.dtype == "bfloat16" and build.can_run(self.config.cpu_kernels)
+        return self.device == "cuda" or (self.dtype == "bfloat16" and build.can_run(self.config.cpu_kernels))
 
     @property
     def quantize(self) -> str:
@@ -69,13 +69,15 @@ class Place:
         asked = self.config.quantize
         if not self.lane.keeps_codes:
             return "none"
+        if self.device == "cuda" and asked in ("auto", "keep") and has_codes_for_card(self.files):
+            return "keep"
         if asked == "auto":
             is_kept = self.device == "cpu" and bool(stored_types(self.files)) and self.multiplies_codes
             return "keep" if is_kept else "none"
         if asked != "none" and self.device != "cpu":
             raise InvalidSetting(
-                f"--quantize {asked} is for processors; on device {self.device!r} weights stay in the model's dtype. "
-                "Leave it out or use --device cpu."
+                f"--quantize {asked} is for processors; on device {self.device!r} weights stay in the model's dtype, "
+                "but for experts of gpt-oss in MXFP4. Leave it out or use --device cpu."
             )
         if asked == "keep" and not stored_types(self.files):
             raise InvalidSetting("--quantize keep needs a GGUF file with quantized weights; use int8 or int4 here.")
@@ -83,7 +85,7 @@ class Place:
 
     @property
     def quantization(self) -> Quantization | None:
-        return quantization_of(self.files, self.quantize)
+        return quantization_of(self.files, self.quantize, self.device)
 
     def memory(self, shape: ModelShape, **others: Any) -> MemoryModel:
         """The memory model of a shape here; `others` are what only some lanes need."""
@@ -173,7 +175,7 @@ class Place:
         found: list[str] = []
         if lane.why_text_only and config.text_only is None:
             found.append(f"only the text part is read: {lane.why_text_only}")
-        if self.files.adapter is not None and self.quantize != "none":
+        if self.files.adapter is not None and self.quantize != "none" and self.device == "cpu":
             found.append("matrices that the adapter changes are expanded and packed again; --quantize none rounds less")
         if lane.reads_whole and config.chunk_size != 0:
             found.append(f"prompts are read whole: {lane.reason}")

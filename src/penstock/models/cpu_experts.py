@@ -12,6 +12,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from penstock.kernels.build import ffi
 from penstock.kernels.calls import CKernels, address
 from penstock.models.cpu_layers import GELU_TANH, workspace
+from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.projections import padded
 from penstock.models.quantized import QuantizedMatrix, Weight
 
@@ -57,9 +58,10 @@ def _bias(experts: Experts, first: int) -> int:
     return 0 if experts.gate_up_bias_EF is None else experts.gate_up_bias_EF[:, first:].data_ptr()
 
 
-def _of_experts(matrix: Weight, part: int, num_experts: int, num_outputs: int) -> dict[str, Any]:
+def _of_experts(matrix: Weight | Mxfp4Matrices, part: int, num_experts: int, num_outputs: int) -> dict[str, Any]:
     if isinstance(matrix, torch.Tensor):
         return {"weight": matrix.data_ptr(), "type": int(Type.BF16), "bytes": matrix[0].nbytes}
+    assert not isinstance(matrix, Mxfp4Matrices), "those are a card's"
     memory, kind, _, count = matrix.places[part]
     assert count == num_experts * padded(num_outputs), "each expert has blocks of its own"
     return {"weight": memory.data_ptr(), "type": int(kind), "bytes": memory.nbytes // num_experts}

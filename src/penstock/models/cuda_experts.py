@@ -14,9 +14,12 @@ import triton
 from penstock.kernels import triton_experts
 from penstock.kernels.overlap import overlap
 from penstock.kernels.triton_layers import KINDS
+from penstock.models.mxfp4 import Mxfp4Matrices
+from penstock.models.quantization import CARD_GROUP
 
 if TYPE_CHECKING:
     from penstock.models.experts import Experts
+    from penstock.models.quantized import Weight
 
 ROUTED_TOKENS = 4  # of one program: each has a warp
 SUMMED_VALUES = 1024
@@ -88,6 +91,25 @@ def tile_shapes(
     return replace(tiles, gate_up=gate_up, down=_fitting(tiles.down, tiles.num_rows, 1, shared_bytes))
 
 
+def coded_tile_shapes(
+    num_rows: int, num_experts: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> ExpertTiles:
+    """Chooses tiles for weights in MXFP4, of which a program reads 128 columns at a time."""
+    if dtype == torch.float32:
+        tile = ProductTile(num_outs=32, num_columns=CARD_GROUP, num_warps=4, num_stages=1)
+        return ExpertTiles(num_rows=16, gate_up=tile, down=tile)
+    rows_of_one = num_rows / num_experts
+    few = ProductTile(num_outs=64, num_columns=CARD_GROUP, num_warps=4, num_stages=4)
+    rows, gate_up, down = 128, replace(few, num_outs=128, num_warps=8, num_stages=3), replace(few, num_stages=3)
+    if rows_of_one <= 48:
+        rows, gate_up, down = (16 if rows_of_one <= 12 else 32 if rows_of_one <= 24 else 64), few, few
+    gate_up, down = (
+        replace(_fitting(tile, rows, num_weights, shared_bytes), num_columns=CARD_GROUP)
+        for num_weights, tile in ((2, gate_up), (1, down))
+    )
+    return ExpertTiles(num_rows=rows, gate_up=gate_up, down=down)
+
+
 def _fitting(tile: ProductTile, num_rows: int, num_weights: int, shared_bytes: int) -> ProductTile:
     """The tile, or a smaller one where the card has less room for rows and weights that are on their way."""
     for smaller in ({"num_stages": 3}, {"num_stages": 2}, {"num_outs": 64}, {"num_outs": 32}, {"num_columns": 32}):
@@ -117,7 +139,8 @@ def _mix(experts: Experts, out_TM: torch.Tensor, x_TM: torch.Tensor, *, adds: bo
     assert out_TM.is_contiguous()
     if not len(x_TM):
         return
-    is_alone = len(x_TM) <= MAX_ALONE
+    has_codes = isinstance(experts.gate_up, Mxfp4Matrices)
+    is_alone = len(x_TM) <= MAX_ALONE and not has_codes
     routed = route(experts, x_TM, None if is_alone else experts.num_real_1)
     shared = ()
     if experts.shared is not None and experts.shared_gate is not None:
@@ -164,7 +187,8 @@ def route(experts: Experts, x_TM: torch.Tensor, num_real_1: torch.Tensor | None 
 def _parts(experts: Experts, x_TM: torch.Tensor, routed: Routed) -> torch.Tensor:
     """[T, A, M]: what each expert of a token gives, weighted."""
     num_rows = routed.experts_TA.numel()
-    tiles = tile_shapes(num_rows, experts.spec.num_experts, x_TM.dtype, _shared_bytes(x_TM.device))
+    choose = coded_tile_shapes if isinstance(experts.gate_up, Mxfp4Matrices) else tile_shapes
+    tiles = choose(num_rows, experts.spec.num_experts, x_TM.dtype, _shared_bytes(x_TM.device))
     placed = sort(routed, experts.spec.num_experts, tiles.num_rows)
     inner_RF = gate_up_tiles(experts, x_TM, placed, tiles.gate_up)
     return down_tiles(experts, inner_RF, routed, placed, tiles.down)
@@ -197,7 +221,7 @@ def sort(routed: Routed, num_experts: int, rows_of_tile: int) -> Sorted:
 def gate_up_tiles(experts: Experts, x_TM: torch.Tensor, placed: Sorted, tile: ProductTile) -> torch.Tensor:
     """[R, F], in the order of the sorted rows."""
     inner_RF = x_TM.new_empty(len(placed.order_R), experts.spec.intermediate_size)
-    weights = (experts.gate_up_EFM, experts.gate_up_bias_EF, None)
+    weights = (*_matrices(experts.gate_up), experts.gate_up_bias_EF, None)
     _multiply(x_TM, weights, inner_RF, placed, tile, _gate_up_options(experts), len(x_TM))
     return inner_RF
 
@@ -206,8 +230,8 @@ def down_tiles(
     experts: Experts, inner_RF: torch.Tensor, routed: Routed, placed: Sorted, tile: ProductTile
 ) -> torch.Tensor:
     """[T, A, M], in the order of the tokens."""
-    parts_TAM = inner_RF.new_empty(*routed.experts_TA.shape, experts.down_EMF.shape[1])
-    weights = (experts.down_EMF, experts.down_bias_EM, routed.weights_TA)
+    parts_TAM = inner_RF.new_empty(*routed.experts_TA.shape, experts.down.shape[1])
+    weights = (*_matrices(experts.down), experts.down_bias_EM, routed.weights_TA)
     _multiply(inner_RF, weights, parts_TAM, placed, tile, _down_options(experts), len(parts_TAM))
     return parts_TAM
 
@@ -316,15 +340,24 @@ def alone_tiles(width: int, inner_size: int, num_active: int) -> tuple[ProductTi
     return gate_up, ProductTile(num_outs=min(outs, 8), num_columns=columns, num_warps=4, num_stages=1)
 
 
+def _matrices(weight: Weight | Mxfp4Matrices) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gives (values, None), or (codes, their factors)."""
+    if isinstance(weight, Mxfp4Matrices):
+        return weight.words_EGOW, weight.factors_EGO
+    assert isinstance(weight, torch.Tensor), "other codes are multiplied on a CPU alone"
+    return weight, None
+
+
 def _gate_up_options(experts: Experts) -> dict[str, Any]:
     spec = experts.spec
     is_clamped = spec.clamp is not None
+    alternates = is_clamped and isinstance(experts.gate_up, torch.Tensor)
     return {
         "NUM_ACTIVE": spec.num_active,
-        "NUM_IN": experts.gate_up_EFM.shape[2],
+        "NUM_IN": experts.router.weight_OI.shape[1],
         "NUM_OUT": spec.intermediate_size,
-        "STEP": 2 if is_clamped else 1,
-        "UP": 1 if is_clamped else spec.intermediate_size,
+        "STEP": 2 if alternates else 1,
+        "UP": 1 if alternates else spec.intermediate_size,
         "KIND": triton_experts.CLAMPED.value if is_clamped else KINDS[experts.activation],
         "LIMIT": spec.clamp or 0.0,
         "ALPHA": spec.clamp_alpha,
@@ -332,8 +365,8 @@ def _gate_up_options(experts: Experts) -> dict[str, Any]:
 
 
 def _down_options(experts: Experts) -> dict[str, Any]:
-    num_out, num_in = experts.down_EMF.shape[1:]
-    sizes = {"NUM_ACTIVE": experts.spec.num_active, "NUM_IN": num_in, "NUM_OUT": num_out}
+    sizes = {"NUM_ACTIVE": experts.spec.num_active, "NUM_IN": experts.spec.intermediate_size}
+    sizes["NUM_OUT"] = experts.router.weight_OI.shape[1]
     return sizes | {"STEP": 1, "UP": 0, "KIND": 0, "LIMIT": 0.0, "ALPHA": 0.0}
 
 

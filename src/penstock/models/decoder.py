@@ -16,7 +16,7 @@ from penstock.cache.storage import StateStorage
 from penstock.models.delta import GatedDelta
 from penstock.models.experts import Experts
 from penstock.models.layer_inputs import InputGate, LayerInputs, rows_of
-from penstock.models.layer_specs import DeltaSpec, LatentSpec, MambaSpec
+from penstock.models.layer_specs import DeltaSpec, ExpertsSpec, LatentSpec, MambaSpec
 from penstock.models.layer_stream import LayerStream
 from penstock.models.layers import (
     GatedMlp,
@@ -30,6 +30,7 @@ from penstock.models.layers import (
     wide_product,
 )
 from penstock.models.mamba import Mamba
+from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.projections import (
     EXPERT_ROLES,
     RECURRENCE_NAMES,
@@ -44,7 +45,7 @@ from penstock.models.quantized import QuantizedMatrix, QuantizedRows
 from penstock.models.rotary import Rotary
 from penstock.models.short_conv import ShortConv
 from penstock.models.spec import DecoderSpec, LayerSpec
-from penstock.models.weights import HalvesFirst, WeightSource, fill
+from penstock.models.weights import Destination, HalvesFirst, WeightSource, fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         # What the layers add to. Products with codes give float32 sums, and adding those loses nothing to rounding.
-        self.residual_dtype = dtype if quantization is None else torch.float32
+        self.residual_dtype = dtype if quantization is None or quantization.on_card else torch.float32
         self._quantization = quantization
         self._projections = [layer_projections(spec, index) for index in range(spec.num_layers)]
         self.embeddings_VM = self._empty_weight(outer_projection(spec, "embeddings"))
@@ -534,9 +535,20 @@ class Decoder:
         spec, projections = self.spec, self._projections[index]
         assert spec.experts is not None
         shared = [self._empty_linear(projections[r], bias=False) for r in SHARED_ROLES if r in projections]
-        codes = [self._empty_codes(projections[r]) for r in EXPERT_ROLES]
+        codes = [self._empty_expert_codes(projections[r], spec.experts) for r in EXPERT_ROLES]
         place: Any = {"norm_eps": spec.norm_eps, "dtype": self.dtype, "device": self.device}
         return Experts.empty(spec.experts, spec.hidden_size, spec.activation, shared=shared, codes=codes, **place)
+
+    def _empty_expert_codes(
+        self, projection: Projection, experts: ExpertsSpec
+    ) -> QuantizedMatrix | Mxfp4Matrices | None:
+        if self._quantization is None or not self._quantization.on_card:
+            return self._empty_codes(projection)
+        alternates = projection.role == "expert_gate_up" and experts.names.layout == "inputs first"
+        num_outputs = projection.num_outputs // experts.num_experts
+        return Mxfp4Matrices.empty(
+            experts.num_experts, num_outputs, projection.num_inputs, is_alternating=alternates, device=self.device
+        )
 
     def _empty_linear(self, projection: Projection, *, bias: bool) -> Linear:
         weight_OI, order = self._empty_weight(projection), None
@@ -570,7 +582,7 @@ class Decoder:
         for layer in self.layers:
             yield from layer.norms.values()
 
-    def destinations(self) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    def destinations(self) -> Iterator[tuple[str, Destination]]:
         """Yields (name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""
         yield from self._outer_destinations()
         for index in range(len(self.layers)):
@@ -589,7 +601,7 @@ class Decoder:
             norm = self.layer_inputs.norm.weight
             yield stored_name(self.spec, "model.per_layer_projection_norm.weight"), norm
 
-    def _layer_destinations(self, index: int) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    def _layer_destinations(self, index: int) -> Iterator[tuple[str, Destination]]:
         """Yields what belongs to one layer."""
         layer, prefix, of_layer = self.layers[index], f"model.layers.{index}", self._projections[index]
         others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
@@ -616,6 +628,8 @@ class Decoder:
                 for role, matrix in zip(EXPERT_ROLES, (experts.gate_up, experts.down), strict=True):
                     if isinstance(matrix, QuantizedMatrix):
                         yield from _parts(of_layer[role], matrix)
+                    elif isinstance(matrix, Mxfp4Matrices):
+                        yield of_layer[role].parts[0].name, matrix
                 for role, linear in zip(SHARED_ROLES, experts.shared_linears, strict=False):
                     yield from _linear_parts(of_layer[role], linear)
         if isinstance(layer.mlp, Mlp):

@@ -27,6 +27,7 @@ from penstock.models.layers import (
     product,
     wide_product,
 )
+from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.quantized import QuantizedMatrix, Weight
 
 
@@ -40,8 +41,8 @@ class Experts:
     spec: ExpertsSpec
     activation: str
     router: Linear
-    gate_up: Weight
-    down: Weight
+    gate_up: Weight | Mxfp4Matrices
+    down: Weight | Mxfp4Matrices
     gate_up_bias_EF: torch.Tensor | None
     down_bias_EM: torch.Tensor | None
     shared: Mlp | None  # an expert that every token has
@@ -60,7 +61,7 @@ class Experts:
         activation: str,
         *,
         shared: Sequence[Linear] = (),
-        codes: Sequence[QuantizedMatrix | None] = (None, None),
+        codes: Sequence[QuantizedMatrix | Mxfp4Matrices | None] = (None, None),
         norm_eps: float = 1e-6,
         dtype: torch.dtype,
         device: torch.device,
@@ -213,6 +214,7 @@ class Experts:
         found = [
             one[expert] if isinstance(one, torch.Tensor) else one.of_expert(expert, self.spec.num_experts, size)
             for one, size in zip((self.gate_up, self.down), sizes, strict=True)
+            if not isinstance(one, Mxfp4Matrices)
         ]
         return found[0], found[1]
 
@@ -235,7 +237,7 @@ class Experts:
         """Brings what was read to the form in which it is used."""
         if self.routed_norm is not None:
             self.routed_norm.weight.mul_(hidden_size**-0.5)
-        if self.gate_up_bias_EF is not None and isinstance(self.gate_up, QuantizedMatrix):  # they alternate as stored
+        if self.gate_up_bias_EF is not None and not isinstance(self.gate_up, torch.Tensor):  # they alternate as stored
             self.gate_up_bias_EF.copy_(torch.cat([self.gate_up_bias_EF[:, ::2], self.gate_up_bias_EF[:, 1::2]], 1))
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

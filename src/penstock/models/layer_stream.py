@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from penstock.models.layer_packs import LayerFile, PackFolder, read_buffer
-from penstock.models.quantized import QuantizedRows
-from penstock.models.weights import WeightSource, fill
+from penstock.models.mxfp4 import Mxfp4Matrices
+from penstock.models.weights import Destination, WeightSource, fill
 from penstock.plan.placement import NUM_READERS, NUM_SLOTS, PAGE, READ_BYTES, Placement
 
 LINE = 64  # bytes; kernels read whole lines
 ROOM = 64 << 10  # of a slot, for gaps between tensors
 
-Destinations = Iterable[tuple[str, torch.Tensor | QuantizedRows]]
+Destinations = Iterable[tuple[str, Destination]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class LayerStream:
     def load(self, index: int, destinations: Destinations, source: WeightSource) -> None:
         """Fills what stays of a layer, and finds where the rest is read from: its files as they are, or a pack."""
         view = self._views[self._slot(index)]
-        streamed: list[tuple[str, torch.Tensor | QuantizedRows]] = []
+        streamed: list[tuple[str, Destination]] = []
         for name, destination in destinations:
             if _lies_in(view, destination):
                 streamed.append((name, destination))
@@ -88,7 +88,7 @@ class LayerStream:
                 fill(source, destination, name)
         runs: list[FileRun] = []
         for name, destination in streamed:
-            if isinstance(destination, QuantizedRows) or (stored := source.stored_runs(name, destination)) is None:
+            if not isinstance(destination, torch.Tensor) or (stored := source.stored_runs(name, destination)) is None:
                 runs = [self._packed(index, streamed, source)]
                 break
             place = destination.data_ptr() - view.data_ptr()
@@ -168,7 +168,8 @@ class LayerStream:
             run.file.read(offset, target, self._of_thread.buffer)
 
 
-def _lies_in(view: torch.Tensor, destination: torch.Tensor | QuantizedRows) -> bool:
+def _lies_in(view: torch.Tensor, destination: Destination) -> bool:
+    assert not isinstance(destination, Mxfp4Matrices), "nothing streams to a card"
     tensor = destination if isinstance(destination, torch.Tensor) else destination.matrix.parts[0].bytes
     return view.data_ptr() <= tensor.data_ptr() < view.data_ptr() + view.nbytes
 

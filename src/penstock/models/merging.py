@@ -14,6 +14,7 @@ import torch
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.adapter import MERGE_BEFORE, WRAPPED, Adapter, LowRank
 from penstock.models.groups import grouped
+from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.quantized import QuantizedRows
 from penstock.models.spec import DecoderSpec
 from penstock.models.stored_names import EMBEDDINGS, FUSED_DOWN, FUSED_GATE, HEAD
@@ -252,6 +253,9 @@ class AdaptedWeights:
         self._source.copy_into(values, name)
         self.merge.apply(name, values)
         destination.fill(0, grouped(values.numpy(), destination.kind))
+
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        self._source.codes_into(destination, name)  # an adapter that changes experts has them expanded
 
     def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
         return None if name in self.merge.names else self._source.stored_runs(name, destination)

@@ -20,6 +20,7 @@ from penstock.models.spec import DecoderSpec
 GROUP = 32  # inputs that share a scale, or two
 HALF_GROUP = 16
 REGION = 256  # inputs of groups that share their factors
+CARD_GROUP = 128  # inputs of codes that a card reads together, and a last group is filled up
 GROUP_SUM_BYTES = 4  # of inputs that share a lowest value, in float32
 TILE_VALUES = 2**21  # of a matrix, dequantized at a time where no C kernels multiply its codes
 FLOATS = frozenset({Type.F64, Type.F32, Type.F16, Type.BF16})
@@ -114,9 +115,12 @@ class Quantization:
     asked: Type | None  # None: the file's own
     stored: Mapping[str, tuple[StoredRows, ...]]  # of matrices that are not floats
     columns: Mapping[str, np.ndarray]  # of matrices whose inputs are stored in an order of their own
+    on_card: bool = False  # experts alone, in MXFP4
 
     def types(self, projection: Projection) -> tuple[tuple[Type, int], ...] | None:
         """Gives (type, outputs) of what lies one below the other; None: the matrix stays in the model's dtype."""
+        if self.on_card:
+            return ((Type.MXFP4, projection.num_outputs),) if projection.role in EXPERT_ROLES else None
         if self.asked is not None:
             kind = Type.Q8_0 if projection.role in OUTSIDE_LAYERS else self.asked
             runs = None if projection.role in ASKED_IN_DTYPE else [(0, projection.num_outputs, kind)]
@@ -154,10 +158,12 @@ class Quantization:
         return None if self.asked is not None else self.columns.get(projection.parts[0].name)
 
 
-def quantization_of(files: ModelFiles, quantize: str) -> Quantization | None:
+def quantization_of(files: ModelFiles, quantize: str, device: str = "cpu") -> Quantization | None:
     """`quantize` is none, keep, int8 or int4; None where nothing is quantized."""
     if quantize == "none":
         return None
+    if device == "cuda":
+        return Quantization(asked=None, stored={}, columns={}, on_card=True)
     if quantize != "keep":
         return Quantization(asked=ASKED[quantize], stored={}, columns={})
     stored, columns = _stored(files)
@@ -167,6 +173,17 @@ def quantization_of(files: ModelFiles, quantize: str) -> Quantization | None:
 def stored_types(files: ModelFiles) -> dict[str, tuple[StoredRows, ...]]:
     """Finds the matrices that a GGUF keeps in few bits."""
     return _stored(files)[0]
+
+
+def has_codes_for_card(files: ModelFiles) -> bool:
+    """Tells whether experts are in MXFP4, all of a layer in one tensor: what kernels of a card multiply as it lies."""
+    method = (files.config.get("quantization_config") or {}).get("quant_method")
+    if files.config.get("model_type") != "gpt_oss" or MIXTURE in _changed_leaves(files):
+        return False
+    if files.gguf is None:
+        return method == "mxfp4"
+    kinds = {rows.kind for name, types in stored_types(files).items() if ".experts." in name for rows in types}
+    return kinds == {Type.MXFP4}
 
 
 def _stored(files: ModelFiles) -> tuple[dict[str, tuple[StoredRows, ...]], dict[str, np.ndarray]]:
@@ -229,6 +246,9 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
         if projection.role in EXPERT_ROLES and spec.experts is not None:
             num_experts, has_experts = spec.experts.num_experts, True
         num_values += projection.num_outputs * num_inputs
+        if quantization.on_card:
+            num_bytes += card_bytes(projection.num_outputs, num_inputs)
+            continue
         num_bytes += sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
         tile = max(tile, tile_outputs(projection.num_outputs // num_experts, num_inputs) * num_inputs)
         most_halves = max(most_halves, num_inputs // HALF_GROUP)
@@ -244,6 +264,10 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
 
 def matrix_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
     return -(-num_outputs // LANES) * LAYOUTS[kind].block_dtype(num_inputs).itemsize
+
+
+def card_bytes(num_outputs: int, num_inputs: int) -> int:
+    return num_outputs * -(-num_inputs // CARD_GROUP) * (CARD_GROUP // 2 + CARD_GROUP // GROUP)
 
 
 def tile_outputs(num_outputs: int, num_inputs: int) -> int:

@@ -22,18 +22,19 @@ from penstock.models.gguf import GgufFile
 from penstock.models.gguf_blocks import from_gguf
 from penstock.models.gguf_translation import HfTensor, Piece, hf_tensors
 from penstock.models.groups import grouped
+from penstock.models.mxfp4 import Mxfp4Matrices, mxfp4_values
+from penstock.models.quantization import GROUP
 from penstock.models.quantized import QuantizedRows
 from penstock.models.safetensors import StoredTensor, read_safetensors_header
 from penstock.models.stored_names import SCALES
 
 SLICE_BYTES = 2 << 20  # of values as they are read or dequantised; a multiple of every block
 SMALL_BYTES = 1 << 20  # of a tensor, behind which nothing is read ahead
-MXFP4_ITEMS = 32  # values that share a scale
-MXFP4_VALUES = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 FULL_PRECISION = frozenset({"F32", "F64"})
 FLOATS = frozenset({"F16", "BF16", *FULL_PRECISION})
 
 
+Destination = torch.Tensor | QuantizedRows | Mxfp4Matrices
 StoredRun = tuple[Path, int, int]  # a file, the first byte, and how many
 
 
@@ -56,14 +57,20 @@ class WeightSource(Protocol):
         """Fills `destination`, rows of a matrix that is kept in few bits, with the tensor."""
         ...
 
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        """Fills `destination` with a mixture's matrices, which are stored in MXFP4."""
+        ...
+
     def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
         """Finds the bytes that would fill `destination`, one after another; None where they are not stored as such."""
         ...
 
 
-def fill(source: WeightSource, destination: torch.Tensor | QuantizedRows, name: str) -> None:
+def fill(source: WeightSource, destination: Destination, name: str) -> None:
     if isinstance(destination, QuantizedRows):
         source.quantize_into(destination, name)
+    elif isinstance(destination, Mxfp4Matrices):
+        source.codes_into(destination, name)
     else:
         source.copy_into(destination, name)
 
@@ -164,6 +171,9 @@ class HalvesFirst:
         if name in self.of:
             destination = destination.taking(self._order(self.shape(name)[0]).numpy())
         self.source.quantize_into(destination, name)
+
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        self.source.codes_into(destination, name)
 
     def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
         return None if name in self.of else self.source.stored_runs(name, destination)
@@ -315,31 +325,38 @@ class SafetensorsWeights:
             self._copy_values(values, tensor, name, first * num_inputs)
             destination.fill(first, grouped(values.numpy(), destination.kind))
 
-    def _copy_mxfp4(self, destination: torch.Tensor, name: str) -> None:
-        """Blocks of 32 four-bit values with a power of two each. Their rows are outputs, the plain tensor's inputs."""
+    def _mxfp4(self, name: str, asked: tuple[int, ...]) -> tuple[StoredTensor, StoredTensor]:
+        """Finds (blocks, scales) of that many values: 32 in four bits have a power of two each."""
         blocks, scales = self._find(f"{name}_blocks"), self._find(f"{name}_scales")
-        transposed = destination.transpose(-1, -2)
-        shape = (*transposed.shape[:-1], transposed.shape[-1] // MXFP4_ITEMS)
-        if (blocks.shape, scales.shape) != ((*shape, MXFP4_ITEMS // 2), shape) or {blocks.dtype, scales.dtype} != {
-            "U8"
-        }:
+        shape = (*asked[:-1], asked[-1] // GROUP)
+        if (blocks.shape, scales.shape) != ((*shape, GROUP // 2), shape) or {blocks.dtype, scales.dtype} != {"U8"}:
             raise InvalidModelFile(
                 f"{blocks.path}: {name!r} has blocks {blocks.shape} and scales {scales.shape}, the model's config asks "
                 f"for scales {shape}; take config and weights from the same model."
             )
+        return blocks, scales
+
+    def _copy_mxfp4(self, destination: torch.Tensor, name: str) -> None:
+        """Expands blocks, whose rows are outputs, the plain tensor's inputs."""
+        transposed = destination.transpose(-1, -2)
+        blocks, scales = self._mxfp4(name, tuple(transposed.shape))
         assert transposed.is_contiguous(), "blocks go to whole rows"
-        for part, start in _slices(transposed.view(-1), 0, 4, MXFP4_ITEMS):
+        for part, start in _slices(transposed.view(-1), 0, 4, GROUP):
             codes = torch.empty(part.numel() // 2, dtype=torch.uint8)
-            powers = torch.empty(part.numel() // MXFP4_ITEMS, dtype=torch.uint8)
+            powers = torch.empty(part.numel() // GROUP, dtype=torch.uint8)
             _read_into(blocks.path, blocks.offset + start // 2, codes)
-            _read_into(scales.path, scales.offset + start // MXFP4_ITEMS, powers)
+            _read_into(scales.path, scales.offset + start // GROUP, powers)
             part.copy_(mxfp4_values(codes, powers))
 
-
-def mxfp4_values(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """Float32 values of packed codes, the low half of a byte first, scaled by 2 ** (power - 127) per 32 of them."""
-    values = torch.tensor(MXFP4_VALUES)[torch.stack([codes & 15, codes >> 4], -1).int()]
-    return torch.ldexp(values.view(-1, MXFP4_ITEMS), (powers.int() - 127)[:, None]).view(-1)
+    @torch.no_grad()
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        blocks, scales = self._mxfp4(name, destination.shape)
+        codes = torch.empty(blocks.shape[1:], dtype=torch.uint8)
+        powers = torch.empty(scales.shape[1:], dtype=torch.uint8)
+        for expert in range(destination.shape[0]):
+            _read_into(blocks.path, blocks.offset + expert * codes.nbytes, codes)
+            _read_into(scales.path, scales.offset + expert * powers.nbytes, powers)
+            destination.take(expert, codes, powers)
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------
@@ -446,6 +463,20 @@ class GgufWeights:
         _check_shape(destination.shape, (prod(shape[:-1]), shape[-1]), name, self._path)
         for piece in tensor.pieces:
             self._quantize(destination.some(piece.rows), piece, name)
+
+    @torch.no_grad()
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        """Takes blocks with their power first and the low halves of the bytes before the high ones."""
+        tensor, (num_experts, num_outputs, num_inputs) = self._find(name), destination.shape
+        _check_shape((num_experts, num_inputs, num_outputs), tensor.shape, name, self._path)
+        shape = (num_outputs // len(tensor.pieces), num_inputs // GROUP, 1 + GROUP // 2)
+        parts = [torch.empty(shape, dtype=torch.uint8) for _ in tensor.pieces]
+        for expert in range(num_experts):
+            for part, piece in zip(parts, tensor.pieces, strict=True):
+                _read_into(piece.stored.path, piece.stored.offset + expert * part.nbytes, part)
+            rows = torch.stack(parts, 1).flatten(0, 1)
+            codes = torch.cat([rows[..., 1:] & 15, rows[..., 1:] >> 4], -1)
+            destination.take(expert, codes[..., ::2] | codes[..., 1::2] << 4, rows[..., 0])
 
     def _quantize(self, destination: QuantizedRows, piece: Piece, name: str) -> None:
         stored = piece.stored
