@@ -43,18 +43,23 @@ def main() -> None:
             before = used()
             engine.warm_up()
             after = used()
-            lane = engine.model.lane
+            torch.cuda.empty_cache()
+            kept = used()
+            lane, memory = engine.model.lane, engine.model.memory
             counts = f"{len(lane.graphs._captured)} sizes of decodes, {len(lane.pieces._captured)} of other steps"
+            counts += f", {lane.recorded_bytes / MB:.0f} MB as counted, {memory.recording_bytes / MB:.0f} as planned"
             beside = (after[0] - before[0]) - (after[1] - before[1])
-            planned = engine.plan(8192).peak_bytes / MB
+            engine.generate(list(range(100, 9000)), max_tokens=4, ignore_eos=True)
+            peak, planned = engine.held.peak_bytes / MB, engine.plan(8900).peak_bytes / MB
             engine.close()
-            del engine, lane
+            del engine, lane, memory
             gc.collect()
             torch.cuda.empty_cache()
             left = used()
-            took = f"recordings took {after[1] - before[1]:.0f} MB of torch and {beside:.0f} MB beside it ({counts})"
+            took = f"recordings took {after[1] - before[1]:.0f} MB of torch, {kept[1] - before[1]:.0f} of them "
+            took += f"beside its cache, and {beside:.0f} MB beside it ({counts})"
             stays = f"afterwards {left[0]:.0f} MB of the card, {left[1]:.0f} of torch"
-            print(f"{shape} {number + 1}: {took}; planned {planned:.0f}; {stays}", flush=True)
+            print(f"{shape} {number + 1}: {took}; peak {peak:.0f}, planned {planned:.0f}; {stays}", flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_a_lane_takes_what_its_plan_says(lane, tmp_path, monkeypatch):
         plan = engine.plan(NUM_TOKENS)
         output = engine.generate(**asked(lane), max_tokens=2, ignore_eos=True)
         reserve = engine.model.memory.media_bytes  # for larger images, and for more of them
-    planned, taken = plan.peak_bytes - plan.runtime_bytes, torch.cuda.max_memory_allocated() - before
+    planned, taken = plan.peak_bytes - plan.runtime_bytes, output.peak_bytes - plan.runtime_bytes - before
     gap = (planned - reserve) / taken - 1
     sizes = f"{planned / MB:.0f} MB planned, {reserve / MB:.0f} of them kept free for images, {taken / MB:.0f} taken"
     print(f"{lane}: {sizes}, {gap:+.1%} without what is kept free")

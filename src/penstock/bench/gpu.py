@@ -192,12 +192,12 @@ def measure_gpu(
     if isinstance(spec, DecoderSpec):
         found |= against_limits(spec, work, limits, found, report)
     if "b" in parts:
-        found |= bytes_against_plan(load, work.prompt_lengths[1:], work, torch.cuda.max_memory_allocated, report)
+        found |= bytes_against_plan(load, work.prompt_lengths[1:], work, report)
     return {**facts, "peak_bytes": peak_bytes, **found}
 
 
 def bytes_against_plan(
-    load: Callable[..., Engine], lengths: Iterable[int], work: Work, peak_bytes: Callable[[], int], report: Report
+    load: Callable[..., Engine], lengths: Iterable[int], work: Work, report: Report
 ) -> dict[str, Any]:
     """Bytes of the card for one prompt of each length: as planned before it is read, and the most that were taken."""
     found = {}
@@ -207,7 +207,7 @@ def bytes_against_plan(
             plan = engine.plan(length)
             planned = plan.peak_bytes - plan.runtime_bytes
             engine.generate(work.tokens(length, 0), max_tokens=2, ignore_eos=True)
-            taken = peak_bytes()
+            taken = engine.held.peak_bytes - plan.runtime_bytes
         del engine  # before the next takes its place
         found[f"bytes_{length}"] = {"planned": planned, "taken": taken}
         gap = f"{planned / GIB:.2f} GiB planned, {taken / GIB:.2f} taken, {planned / taken - 1:+.1%}"

@@ -69,6 +69,7 @@ def _show(console: Console, plan: ModelPlan) -> None:
         ("state", prompt.state_bytes),
         ("activations of a chunk", prompt.activation_bytes),
         ("logits", prompt.logits_bytes),
+        ("captured steps", prompt.recording_bytes),
         ("images", prompt.media_bytes),
     ):
         if num_bytes:

@@ -120,6 +120,7 @@ class PlanReport(Document):
     adapter: str | None = None  # its name; only where --adapter was given
     streaming: StreamingPlan | None = None  # what layers on disk cost; only where some do not stay in memory
     disk_bytes: int | None = None  # of the prompt in the cache folder; only with --cache-dir
+    recording_bytes: int | None = None  # of captured steps; only on a GPU
 
     @classmethod
     def of(cls, plan: ModelPlan) -> PlanReport:
@@ -132,8 +133,11 @@ class PlanReport(Document):
             lane=TraceLane.of(plan.lane.after_reading(prompt.num_chunks)),
             activation_bytes=prompt.activation_bytes + prompt.media_bytes,
             streaming=plan.streaming,
+            recording_bytes=prompt.recording_bytes or None,
         )
 
     def to_json(self) -> str:
-        absent = {name for name in ("adapter", "streaming", "disk_bytes") if getattr(self, name) is None}
+        absent = {
+            name for name in ("adapter", "streaming", "disk_bytes", "recording_bytes") if getattr(self, name) is None
+        }
         return self.model_dump_json(indent=2, exclude=absent)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import GPU_STEP_SIZES
 from penstock.errors import QueueFull
-from penstock.lanes.pieces import MAX_TOKENS
+from penstock.plan.recordings import LARGEST_CHUNKS
 from penstock.prompt.random_tokens import random_tokens
 from penstock.request import Failed, StepPlan, StepResult
 from penstock.schedule.budget import StepCost, StepLoad
@@ -81,7 +81,7 @@ class Calibration:
             ceiling = self._scheduler.budget.ceiling
             sizes = [size for size in GPU_STEP_SIZES if size <= ceiling or not ceiling]
             if self._engine.model.lane.captures_steps:
-                sizes = self._use_products([size for size in sizes if size > MAX_TOKENS])
+                sizes = self._use_products([size for size in sizes if size > LARGEST_CHUNKS])
             else:  # all of it is read, and that takes time
                 sizes = [size for size in sizes if size <= MAX_READ]
             if sizes:

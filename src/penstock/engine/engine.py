@@ -112,7 +112,7 @@ class Engine:
         self.prompts = self._intake.prompts
         self.grammars = Grammars(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         self._runner = Runner(model.lane, model.device)
-        self.held = HeldMemory(model.device, memory.runtime_bytes)
+        self.held = HeldMemory(model.lane, model.device, memory.runtime_bytes)
         # A GPU is given the next step while it computes one. A CPU has nothing to overlap.
         runs_ahead = model.device.type == "cuda" and not lane.reads_more_than_tokens
         self.most_in_flight = 2 if runs_ahead else 1

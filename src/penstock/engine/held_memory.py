@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from penstock.plan.machine import peak_resident_bytes, resident_bytes, return_freed_memory
+
+if TYPE_CHECKING:
+    from penstock.lanes.lane import Lane
 
 # What torch and the libraries below it say when they are refused memory, as far as it has no type of its own.
 REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
@@ -13,21 +18,27 @@ REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", 
 class HeldMemory:
     """Measures the memory of this process, or of the card beyond what its context takes, where a GPU computes."""
 
-    def __init__(self, device: torch.device, runtime_bytes: int) -> None:
+    def __init__(self, lane: Lane, device: torch.device, runtime_bytes: int) -> None:
         self._card = device if device.type == "cuda" else None
+        self._lane = lane
         self._runtime_bytes = runtime_bytes
 
     @property
     def num_bytes(self) -> int:
         if self._card is None:
             return resident_bytes()
-        return self._runtime_bytes + torch.cuda.memory_allocated(self._card)
+        return self._fixed_bytes + torch.cuda.memory_allocated(self._card)
 
     @property
     def peak_bytes(self) -> int:
         if self._card is None:
             return peak_resident_bytes()
-        return self._runtime_bytes + torch.cuda.max_memory_allocated(self._card)
+        return self._fixed_bytes + torch.cuda.max_memory_allocated(self._card)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Counts what torch's tensors do not hold: the context, and what captures keep."""
+        return self._runtime_bytes + self._lane.recorded_bytes
 
     def give_back(self) -> None:
         """What was freed, so that it can be taken again in other sizes."""

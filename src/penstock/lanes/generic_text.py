@@ -41,6 +41,11 @@ class GenericTextLane(Lane):
         if isinstance(self.ways, JoinedModel):
             self.ways.capture()
 
+    @property
+    def recorded_bytes(self) -> int:
+        graphs = self.ways.graphs if isinstance(self.ways, JoinedModel) else None
+        return 0 if graphs is None else graphs.kept_bytes
+
     def release(self, sequence_id: int) -> None:
         if isinstance(self.ways, OwnCaches):
             self.ways.release(sequence_id)

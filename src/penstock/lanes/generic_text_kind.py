@@ -48,12 +48,9 @@ def price(place: Place, verdict: Verdict | None) -> MemoryModel:
     is_plain = spec.num_kv_layers == spec.num_layers and spec.is_even
     way = verdict.way if verdict is not None else Way.PACKED if is_plain else Way.OWN_CACHE
     is_captured = way is Way.PACKED and place.device == "cuda"
-    return generic_memory(
-        place,
-        spec,
-        has_pages=way in (Way.PACKED, Way.PAGED),
-        num_logit_rows=place.most_captured if is_captured else 1,
-    )
+    num_logit_rows = place.most_captured if is_captured else 1
+    memory = generic_memory(place, spec, has_pages=way in (Way.PACKED, Way.PAGED), num_logit_rows=num_logit_rows)
+    return place.with_recordings(memory) if is_captured else memory
 
 
 def generic_memory(place: Place, spec: GenericSpec, *, has_pages: bool, **others: Any) -> MemoryModel:

@@ -15,15 +15,14 @@ import torch
 
 from penstock.attention.backend import ForwardInputs
 from penstock.attention.chunk_tables import ChunkTables
-from penstock.lanes.place import LARGEST_CAPTURED_STEP
+from penstock.plan.recordings import DECODE_SIZES as SIZES
+from penstock.plan.recordings import DRIVER_BYTES
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import DecodeAttention
     from penstock.cache.storage import StateStorage
     from penstock.foreign.pages import JoinedForward
     from penstock.models.decoder import Decoder
-
-SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, LARGEST_CAPTURED_STEP + 1, 32))
 
 
 class DecodeGraphs:
@@ -47,6 +46,7 @@ class DecodeGraphs:
         self._rows: torch.Tensor | None = None  # that any capture gives; None: nothing is captured
         self._pool: Any = None  # one pool of memory for all captures
         self._stream: torch.cuda.Stream | None = None  # one for all: the matrix library takes a workspace for each
+        self.kept_bytes = 0  # by what was captured
 
     def fits(self, inputs: ForwardInputs) -> bool:
         num_tokens = len(inputs.ids_T)
@@ -120,7 +120,14 @@ class DecodeGraphs:
         ):
             self._rows[:size].copy_(self._forward(inputs, self.attention))
         self._pool = graph.pool()
+        self.kept_bytes = kept_bytes(self._pool, len(self._captured) + 1)
         return graph
+
+
+def kept_bytes(pool: tuple[int, int], num_captures: int) -> int:
+    """Counts what captures keep of the card for their replays, beside what tensors hold."""
+    segments = (each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool))
+    return num_captures * DRIVER_BYTES + sum(each["total_size"] - each["allocated_size"] for each in segments)
 
 
 @dataclass

@@ -194,6 +194,11 @@ class Lane:
         return False
 
     @property
+    def recorded_bytes(self) -> int:
+        """Counts what captures keep of a card, beside what tensors hold."""
+        return 0
+
+    @property
     def waves(self) -> Waves | None:
         """The waves in which a GPU attends; None where they are not known."""
         return None

@@ -46,6 +46,10 @@ class NativeMultimodalLane(MediaIntake):
         return self.decoding.captures_steps
 
     @property
+    def recorded_bytes(self) -> int:
+        return self.decoding.recorded_bytes
+
+    @property
     def waves(self) -> Waves | None:
         return self.decoding.waves
 

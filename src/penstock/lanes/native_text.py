@@ -17,7 +17,7 @@ from penstock.lanes.graphs import DecodeGraphs
 from penstock.lanes.lane import Lane, LaneFacts
 from penstock.lanes.loading import LoadedLane, Loading
 from penstock.lanes.native_text_kind import streaming_plan
-from penstock.lanes.pieces import MAX_TOKENS, StepPieces, captured_size
+from penstock.lanes.pieces import StepPieces
 from penstock.lanes.place import CPU_TILING, Place
 from penstock.lanes.sweep import Sweep
 from penstock.models.cpu_steps import CompiledSteps, compiled_steps
@@ -68,6 +68,10 @@ class NativeTextLane(Lane):
         return self.pieces is not None
 
     @property
+    def recorded_bytes(self) -> int:
+        return sum(way.kept_bytes for way in (self.graphs, self.pieces) if way is not None)
+
+    @property
     def waves(self) -> Waves | None:
         """Tells the waves in which FlashInfer reads chunks; None where it does not."""
         on_card = attention_on_card(self.attention)
@@ -90,7 +94,7 @@ class NativeTextLane(Lane):
         hidden_TM = torch.zeros(
             most_rows, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device
         )
-        for num_rows in range(1, most_rows + 1):
+        for num_rows in reversed(range(1, most_rows + 1)):  # each takes the memory of the one before
             self.decoder.logits(hidden_TM[:num_rows])
 
     def _hidden(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -211,12 +215,11 @@ def _captured_steps(
     decoder: Decoder, attention: AttentionBackend, states: StateStorage | None, loading: Loading
 ) -> tuple[DecodeGraphs | None, StepPieces | None]:
     """None on a CPU, which has nothing to capture, and where the host takes part in a layer: experts without gates."""
-    on_card, config, experts = attention_on_card(attention), loading.place.config, decoder.spec.experts
+    on_card, experts = attention_on_card(attention), decoder.spec.experts
     if on_card is None or (experts is not None and not experts.is_gated):
         return None, None
-    largest = config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else MAX_TOKENS
     decodes = on_card.for_decodes(max_rows=loading.place.most_captured, max_context=loading.max_context)
-    in_pieces = on_card.for_pieces(max_rows=captured_size(largest))
+    in_pieces = on_card.for_pieces(max_rows=loading.place.most_captured_tokens)
     return DecodeGraphs(decoder, decodes, states), StepPieces(decoder, in_pieces, states)
 
 

@@ -66,12 +66,13 @@ def streaming_plan(place: Place, memory: MemoryModel) -> StreamingPlan | None:
 def memory_of(shape: ModelShape, place: Place) -> MemoryModel:
     """The memory model of a native decoder, with as many recurrent states as its place holds."""
     num_running, num_checkpoints = place.state_slots(shape, has_checkpoints=place.config.prefix_cache)
-    return place.memory(
+    memory = place.memory(
         shape,
         num_running_states=num_running,
         num_checkpoints=num_checkpoints,
         num_logit_rows=num_logit_rows(place),
     )
+    return place.with_recordings(memory, most_chunks=place.most_captured_tokens)
 
 
 def num_logit_rows(place: Place) -> int:

@@ -18,21 +18,13 @@ import torch
 
 from penstock.attention.backend import AttentionRule, ForwardInputs
 from penstock.attention.chunk_tables import MOST_CHUNKS, num_longer
-from penstock.config import GPU_STEP_SIZES
-from penstock.lanes.graphs import PaddedTokens, or_launched, without_collection
+from penstock.lanes.graphs import PaddedTokens, kept_bytes, or_launched, without_collection
 from penstock.models.decoder import Decoder
+from penstock.plan.recordings import CHUNK_SIZES as SIZES
 
 if TYPE_CHECKING:
     from penstock.attention.cuda import PiecewiseAttention
     from penstock.cache.storage import StateStorage
-
-MAX_TOKENS = 2048  # larger steps last longer than their launches
-SIZES = tuple(size for size in GPU_STEP_SIZES if size <= MAX_TOKENS)
-
-
-def captured_size(num_tokens: int) -> int:
-    """Finds the size that such a step is padded to; the largest where nothing captured holds it."""
-    return next((size for size in SIZES if size >= num_tokens), SIZES[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +52,7 @@ class StepPieces:
         self._tokens = PaddedTokens(attention.max_rows, decoder.device, states)
         self._hidden: torch.Tensor | None = None  # of any capture; None: nothing is captured
         self._captured: dict[int, tuple[CapturedPiece, ...]] = {}
+        self.kept_bytes = 0  # by what was captured
 
     def fits(self, inputs: ForwardInputs) -> bool:
         """Tells whether the step was captured ahead of time: capturing takes longer than launching once."""
@@ -113,6 +106,7 @@ class StepPieces:
                     found[size] = capture.capture(forward, self._hidden[:size])
                 pool = capture.pool
         torch.cuda.current_stream().wait_stream(stream)
+        self.kept_bytes = kept_bytes(pool, sum(map(len, found.values())))
         return found
 
     def _size(self, num_tokens: int) -> int:

@@ -24,6 +24,7 @@ from penstock.models.quantization import Quantization, expanded_types, has_codes
 from penstock.models.shapes import DTYPE_BYTES
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.placement import Placement, place_layers
+from penstock.plan.recordings import LARGEST_CHUNKS, LARGEST_DECODES, captured_size, recording_bytes
 from penstock.proof.verdict import Verdict, load_verdict, save_verdict, verdict_key
 
 CPU_TILING = AttentionTiling(query_rows=512, key_rows=1024)
@@ -32,7 +33,6 @@ CUDA_TILING = AttentionTiling(query_rows=256, key_rows=64)
 TILINGS = {"cpu": CPU_TILING, "cuda": CUDA_TILING, "mps": CPU_TILING}
 # A CPU's matrix library packs panels: 67 MB in bfloat16 or 134 MB in float32 take no more than this.
 MAX_PACKED_BYTES = {"cpu": 16 * 2**20, "cuda": None, "mps": None}
-LARGEST_CAPTURED_STEP = 256  # sequences of the largest step of decodes that is captured as a CUDA graph
 NO_SHARED_PREFIXES = "the prefix cache is off: the model keeps its own cache for each sequence"
 TEXT_ALONE = "; --text-only reads its text part as a text model, which shares prefixes where its check allows"
 
@@ -56,7 +56,22 @@ class Place:
     @property
     def most_captured(self) -> int:
         """Counts the sequences of the largest step of decodes that is captured."""
-        return min(self.config.max_running, LARGEST_CAPTURED_STEP)
+        return min(self.config.max_running, LARGEST_DECODES)
+
+    @property
+    def most_captured_tokens(self) -> int:
+        """Counts the tokens of the largest step with chunks that is captured."""
+        config = self.config
+        return captured_size(
+            config.most_prompt_tokens + config.max_running if config.most_prompt_tokens else LARGEST_CHUNKS
+        )
+
+    def with_recordings(self, memory: MemoryModel, *, most_chunks: int = 0) -> MemoryModel:
+        """Counts what captured steps keep, on a card."""
+        if self.device != "cuda":
+            return memory
+        kept = recording_bytes(memory, most_decodes=self.most_captured, most_chunks=most_chunks)
+        return replace(memory, recording_bytes=kept)
 
     @property
     def multiplies_codes(self) -> bool:

@@ -86,6 +86,7 @@ class MemoryModel:
     most_packed_bytes: int | None = None  # of a matrix, while a product runs; None: all of it
     tile_tokens: int | None = None  # that a wider step is cut into inside each layer; None: it is not cut
     placement: Placement = field(default_factory=Placement)  # of layers: all stay, or some stream
+    recording_bytes: int = 0  # that captures of a GPU's steps keep
 
     @property
     def weight_bytes(self) -> int:
@@ -105,7 +106,7 @@ class MemoryModel:
         """Everything that lives only while `chunk` tokens that end at `context` are computed."""
         tile = min(chunk, self.tile_tokens or chunk)
         kept = chunk * self.shape.swept_bytes_per_token if tile < chunk else 0
-        return kept + self._linear_bytes(tile) + self._attention_bytes(tile, context) + self._packing_bytes(tile)
+        return kept + self.layer_bytes(tile) + self._attention_bytes(tile, context) + self._packing_bytes(tile)
 
     def logits_bytes(self, num_rows: int) -> int:
         """Logits in the model's dtype, in float32, and their softmax."""
@@ -123,7 +124,7 @@ class MemoryModel:
 
     def fixed_bytes(self, kv_tokens: int, state_slots: int | None = None) -> int:
         """Counts all but the activations."""
-        resident = self.runtime_bytes + self.weight_bytes + self.media_bytes
+        resident = self.runtime_bytes + self.weight_bytes + self.media_bytes + self.recording_bytes
         states = self.state_bytes(kv_tokens) if state_slots is None else state_slots * self.shape.state_bytes
         return resident + self.kv_bytes(kv_tokens) + states + self.logits_bytes(self.num_logit_rows)
 
@@ -169,7 +170,7 @@ class MemoryModel:
         without_states = needed - taken - slots * self.shape.state_bytes
         return max(needed, taken + ceil(without_states / (1 - STATE_SHARE))) if slots else needed
 
-    def _linear_bytes(self, chunk: int) -> int:
+    def layer_bytes(self, chunk: int) -> int:
         """The widest moment of a layer: residual and normed input beside attention's or the MLP's intermediates."""
         shape = self.shape
         heads = shape.num_heads * shape.head_size

@@ -24,6 +24,7 @@ class PromptPlan:
     state_bytes: int
     activation_bytes: int
     logits_bytes: int
+    recording_bytes: int  # of a GPU's captured steps
     media_bytes: int
     peak_bytes: int
     budget_bytes: int
@@ -86,6 +87,7 @@ def plan_prompt(
         # What the peak leaves beside the rest: under a tight budget the last chunks are smaller than the first.
         activation_bytes=max(0, peak - memory.fixed_bytes(prompt_tokens)),
         logits_bytes=memory.logits_bytes(memory.num_logit_rows),
+        recording_bytes=memory.recording_bytes,
         media_bytes=memory.media_bytes,
         peak_bytes=peak,
         budget_bytes=budget_bytes,
