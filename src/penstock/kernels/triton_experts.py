@@ -16,6 +16,23 @@ from penstock.kernels.triton_layers import LOG2_E, activated
 
 CLAMPED = tl.constexpr(3)  # the activation after those of plain layers
 TILE_INTS = tl.constexpr(4)  # of a tile: expert, first row, end; in the place of the first is how many tiles there are
+# Four-bit codes out of a register with two words, as pairs of bfloat16 numbers.
+PAIRS = tl.constexpr("""{
+    .reg .b32 a, b, c;
+    and.b32 $0, $4, 0x81C081C0;
+    shl.b32 a, $4, 3;
+    and.b32 $1, a, 0x81C081C0;
+    shl.b32 b, $4, 6;
+    and.b32 $2, b, 0x81C081C0;
+    shl.b32 a, $4, 1;
+    shr.u32 b, $4, 5;
+    shr.u32 c, $4, 4;
+    and.b32 a, a, 0x80008000;
+    and.b32 b, b, 0x01000100;
+    and.b32 c, c, 0x00C000C0;
+    or.b32 a, a, b;
+    or.b32 $3, a, c;
+}""")
 GROUP = tl.constexpr(8)  # tiles whose programs follow each other, so that weights that they share are read once
 
 
@@ -147,13 +164,22 @@ def _columns_of(places, first, columns, is_row, NUM_IN: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
-def _codes_of(words, PART: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Gives a quarter of the codes as numbers, too small by 2 ** 126: sign, two bits of exponent, one of mantissa."""
+def _codes_of(words, dtype: tl.constexpr, PACKED: tl.constexpr) -> tuple:
+    """Gives each quarter of the codes as numbers too small by 2 ** 126: sign, two bits of exponent, one of mantissa."""
+    if PACKED:  # two words in a register, and two numbers
+        return tl.inline_asm_elementwise(PAIRS, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
     bits = words.to(tl.uint16, bitcast=True)
-    if PART < 3:
-        bits = (bits << (3 * PART)) & 0x81C0
-    else:  # what the other three leave free
-        bits = ((bits << 1) & 0x8000) | ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0)
+    last = ((bits << 1) & 0x8000) | ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0)  # what the others leave free
+    return (
+        _number(bits & 0x81C0, dtype),
+        _number((bits << 3) & 0x81C0, dtype),
+        _number((bits << 6) & 0x81C0, dtype),
+        _number(last, dtype),
+    )
+
+
+@triton.jit
+def _number(bits, dtype: tl.constexpr) -> tl.tensor:
     if dtype == tl.float32:
         bits = bits.to(tl.uint32) << 16
     return bits.to(dtype, bitcast=True)
@@ -191,6 +217,7 @@ def multiply_tiles(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Rows of a tile times the weights of its expert.
@@ -243,12 +270,16 @@ def multiply_tiles(
             if UP > 0:
                 up_factors = tl.load(factor_places + (group * SIZE + UP), mask=is_out, other=0)
                 up_words = tl.load(word_places + (group * SIZE + UP) * QUARTER, mask=is_out[:, None], other=0)
+            codes = _codes_of(words, dtype, PACKED)
+            up_codes = codes
+            if UP > 0:
+                up_codes = _codes_of(up_words, dtype, PACKED)
             for part in tl.static_range(4):
                 x = tl.trans(_columns_of(in_places, group * COLUMNS + part * QUARTER, columns, is_row, NUM_IN, COLUMNS))
-                weight = _codes_of(words, part, dtype) * _factors_of(factors, part, dtype)[:, None]
+                weight = codes[part] * _factors_of(factors, part, dtype)[:, None]
                 product = tl.dot(weight, x, product, input_precision="ieee")
                 if UP > 0:
-                    up_weight = _codes_of(up_words, part, dtype) * _factors_of(up_factors, part, dtype)[:, None]
+                    up_weight = up_codes[part] * _factors_of(up_factors, part, dtype)[:, None]
                     up = tl.dot(up_weight, x, up, input_precision="ieee")
     if bias_ptr is not None:
         bias_places = bias_ptr + first_row + outs * STEP

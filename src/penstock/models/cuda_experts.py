@@ -254,6 +254,7 @@ def _multiply(
         placed.tiles,
         **options,
         ROWS=placed.rows_of_tile,
+        PACKED=rows.dtype == torch.bfloat16 and torch.version.hip is None,
         **tile.launch,
         **overlap(num_tokens),
     )
