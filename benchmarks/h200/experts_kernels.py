@@ -146,10 +146,10 @@ DOWN_TILES = {
     128: [tile(128, 64, 8, 3), tile(128, 64, 8, 4), tile(128, 64, 4, 3), tile(256, 64, 8, 3), tile(256, 64, 8, 4)],
 }  # fmt: skip
 CODED_TILES = {
-    16: [tile(outs, 128, 4, stages) for outs in (32, 64, 128) for stages in (3, 4, 6)],
+    16: [tile(outs, 128, outs // 16, stages) for outs in (32, 64, 128) for stages in (3, 4, 6)],
     32: [tile(outs, 128, 4, stages) for outs in (64, 128) for stages in (3, 4, 5)] + [tile(128, 128, 8, 4)],
     64: [tile(outs, 128, 4, stages) for outs in (64, 128) for stages in (3, 4)] + [tile(128, 128, 8, 3)],
-    128: [tile(64, 128, 4, 2), tile(64, 128, 4, 3), tile(64, 128, 4, 4), tile(128, 128, 4, 3), tile(128, 128, 8, 2),
+    128: [tile(64, 128, 4, 2), tile(64, 128, 4, 3), tile(64, 128, 4, 4), tile(128, 128, 8, 2),
           tile(128, 128, 8, 3), tile(128, 128, 8, 4), tile(256, 128, 8, 3)],
     256: [tile(64, 128, 4, 2), tile(64, 128, 4, 3), tile(64, 128, 8, 3), tile(128, 128, 8, 2), tile(128, 128, 8, 3)],
 }  # fmt: skip

@@ -8,6 +8,8 @@ the step holds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -17,7 +19,7 @@ from penstock.kernels.triton_layers import LOG2_E, activated
 CLAMPED = tl.constexpr(3)  # the activation after those of plain layers
 TILE_INTS = tl.constexpr(4)  # of a tile: expert, first row, end; in the place of the first is how many tiles there are
 # Four-bit codes out of a register with two words, as pairs of bfloat16 numbers.
-PAIRS = tl.constexpr("""{
+PAIRS: Any = tl.constexpr("""{
     .reg .b32 a, b, c;
     and.b32 $0, $4, 0x81C081C0;
     shl.b32 a, $4, 3;
@@ -155,6 +157,14 @@ def _tile_of(tiles_ptr, num_tiles, NUM_BLOCKS: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
+def _row_alone(experts_ptr, NUM_BLOCKS: tl.constexpr, ROWS: tl.constexpr) -> tuple:
+    """Finds the same where every row is a tile of its own."""
+    row = tl.program_id(0) // NUM_BLOCKS
+    rows = tl.arange(0, ROWS)
+    return tl.program_id(0) % NUM_BLOCKS, tl.load(experts_ptr + row).to(tl.int64), row + rows, rows < 1
+
+
+@triton.jit
 def _columns_of(places, first, columns, is_row, NUM_IN: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     """The next columns of those rows; zeros past the end, and for rows that are not there."""
     is_place = is_row[:, None]
@@ -167,7 +177,14 @@ def _columns_of(places, first, columns, is_row, NUM_IN: tl.constexpr, COLUMNS: t
 def _codes_of(words, dtype: tl.constexpr, PACKED: tl.constexpr) -> tuple:
     """Gives each quarter of the codes as numbers too small by 2 ** 126: sign, two bits of exponent, one of mantissa."""
     if PACKED:  # two words in a register, and two numbers
-        return tl.inline_asm_elementwise(PAIRS, "=r,=r,=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            PAIRS,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     bits = words.to(tl.uint16, bitcast=True)
     last = ((bits << 1) & 0x8000) | ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0)  # what the others leave free
     return (
@@ -183,6 +200,18 @@ def _number(bits, dtype: tl.constexpr) -> tl.tensor:
     if dtype == tl.float32:
         bits = bits.to(tl.uint32) << 16
     return bits.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _expanded(words, factors, dtype: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Gives weights, the quarters side by side."""
+    first, second, third, last = _codes_of(words, dtype, PACKED)
+    first *= _factors_of(factors, 0, dtype)[:, None]
+    second *= _factors_of(factors, 1, dtype)[:, None]
+    third *= _factors_of(factors, 2, dtype)[:, None]
+    last *= _factors_of(factors, 3, dtype)[:, None]
+    pairs = tl.join(tl.join(first, third), tl.join(second, last))
+    return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (words.shape[0], 4 * words.shape[1]))
 
 
 @triton.jit
@@ -226,18 +255,22 @@ def multiply_tiles(
     sorted rows; rows of gate are STEP apart, and a row of up follows its gate's by UP. Without, sorted rows are
     multiplied with down and their shares, and lie in the order of the tokens again.
 
+    Without tiles, the order is that of the tokens, and in its place are the experts.
     With factors, weights are codes in words: those of a quarter of COLUMNS inputs each, which share a factor, and the
     outputs of as many inputs side by side.
     """
     come_and_wait(OVERLAPS)
     NUM_BLOCKS: tl.constexpr = (NUM_OUT + OUTS - 1) // OUTS
-    num_tiles = tl.load(tiles_ptr)
-    if tl.program_id(0) >= num_tiles * NUM_BLOCKS:
-        return
-    block, expert, sorted_rows, is_row = _tile_of(tiles_ptr, num_tiles, NUM_BLOCKS, ROWS)
-    in_rows = sorted_rows
-    if UP > 0:
-        in_rows = tl.load(order_ptr + sorted_rows, mask=is_row, other=0) // NUM_ACTIVE
+    if tiles_ptr is None:
+        block, expert, sorted_rows, is_row = _row_alone(order_ptr, NUM_BLOCKS, ROWS)
+        token_rows = sorted_rows
+    else:
+        num_tiles = tl.load(tiles_ptr)
+        if tl.program_id(0) >= num_tiles * NUM_BLOCKS:
+            return
+        block, expert, sorted_rows, is_row = _tile_of(tiles_ptr, num_tiles, NUM_BLOCKS, ROWS)
+        token_rows = tl.load(order_ptr + sorted_rows, mask=is_row, other=0)
+    in_rows = token_rows // NUM_ACTIVE if UP > 0 else sorted_rows
     outs = block * OUTS + tl.arange(0, OUTS)
     is_out = outs < NUM_OUT
     first_row = expert * (NUM_OUT * (2 if UP > 0 else 1))
@@ -260,37 +293,29 @@ def multiply_tiles(
         SIZE: tl.constexpr = NUM_OUT * (2 if UP > 0 else 1)
         NUM_GROUPS: tl.constexpr = (NUM_IN + COLUMNS - 1) // COLUMNS
         QUARTER: tl.constexpr = COLUMNS // 4
-        columns = tl.arange(0, QUARTER)
+        columns = tl.arange(0, COLUMNS)
         in_places += columns[None, :]
         factor_places = factors_ptr + first_row * NUM_GROUPS + outs
-        word_places = weight_ptr + (first_row * NUM_GROUPS + outs)[:, None] * QUARTER + columns[None, :]
+        word_places = weight_ptr + (first_row * NUM_GROUPS + outs)[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
         for group in range(NUM_GROUPS):
             factors = tl.load(factor_places + group * SIZE, mask=is_out, other=0)
             words = tl.load(word_places + group * (SIZE * QUARTER), mask=is_out[:, None], other=0)
             if UP > 0:
                 up_factors = tl.load(factor_places + (group * SIZE + UP), mask=is_out, other=0)
                 up_words = tl.load(word_places + (group * SIZE + UP) * QUARTER, mask=is_out[:, None], other=0)
-            codes = _codes_of(words, dtype, PACKED)
-            up_codes = codes
+            x = tl.trans(_columns_of(in_places, group * COLUMNS, columns, is_row, NUM_IN, COLUMNS))
+            product = tl.dot(_expanded(words, factors, dtype, PACKED), x, product, input_precision="ieee")
             if UP > 0:
-                up_codes = _codes_of(up_words, dtype, PACKED)
-            for part in tl.static_range(4):
-                x = tl.trans(_columns_of(in_places, group * COLUMNS + part * QUARTER, columns, is_row, NUM_IN, COLUMNS))
-                weight = codes[part] * _factors_of(factors, part, dtype)[:, None]
-                product = tl.dot(weight, x, product, input_precision="ieee")
-                if UP > 0:
-                    up_weight = up_codes[part] * _factors_of(up_factors, part, dtype)[:, None]
-                    up = tl.dot(up_weight, x, up, input_precision="ieee")
+                up = tl.dot(_expanded(up_words, up_factors, dtype, PACKED), x, up, input_precision="ieee")
     if bias_ptr is not None:
         bias_places = bias_ptr + first_row + outs * STEP
         product += tl.load(bias_places, mask=is_out, other=0.0).to(tl.float32)[:, None]
         if UP > 0:
             up += tl.load(bias_places + UP, mask=is_out, other=0.0).to(tl.float32)[:, None]
-    out_rows = sorted_rows
+    out_rows = sorted_rows if UP > 0 else token_rows
     if UP > 0:
         product = _inner(product, up, KIND, LIMIT, ALPHA)
     else:
-        out_rows = tl.load(order_ptr + sorted_rows, mask=is_row, other=0)
         product *= tl.load(shares_ptr + out_rows, mask=is_row, other=0.0)[None, :]
     come_late(OVERLAPS)
     places = out_ptr + out_rows.to(tl.int64)[None, :] * NUM_OUT + outs[:, None]

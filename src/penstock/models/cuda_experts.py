@@ -62,8 +62,8 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted:
-    order_R: torch.Tensor  # rows by expert
-    tiles: torch.Tensor  # how many there are, and then each
+    order_R: torch.Tensor  # rows by expert; experts of rows where there are no tiles
+    tiles: torch.Tensor | None  # how many there are, and then each; None: each row is one
     rows_of_tile: int
 
 
@@ -139,13 +139,12 @@ def _mix(experts: Experts, out_TM: torch.Tensor, x_TM: torch.Tensor, *, adds: bo
     assert out_TM.is_contiguous()
     if not len(x_TM):
         return
-    has_codes = isinstance(experts.gate_up, Mxfp4Matrices)
-    is_alone = len(x_TM) <= MAX_ALONE and not has_codes
+    is_alone = len(x_TM) <= MAX_ALONE
     routed = route(experts, x_TM, None if is_alone else experts.num_real_1)
     shared = ()
     if experts.shared is not None and experts.shared_gate is not None:
         shared = (experts.shared(x_TM), experts.shared_gate(x_TM))
-    if is_alone:
+    if is_alone and isinstance(experts.gate_up, torch.Tensor):
         down_alone(experts, out_TM, gate_up_alone(experts, x_TM, routed), routed, adds=adds)
         if shared:
             sum_parts(out_TM, None, *shared, adds=True)
@@ -189,7 +188,10 @@ def _parts(experts: Experts, x_TM: torch.Tensor, routed: Routed) -> torch.Tensor
     num_rows = routed.experts_TA.numel()
     choose = coded_tile_shapes if isinstance(experts.gate_up, Mxfp4Matrices) else tile_shapes
     tiles = choose(num_rows, experts.spec.num_experts, x_TM.dtype, _shared_bytes(x_TM.device))
-    placed = sort(routed, experts.spec.num_experts, tiles.num_rows)
+    if len(x_TM) <= MAX_ALONE:
+        placed = Sorted(order_R=routed.experts_TA.flatten(), tiles=None, rows_of_tile=tiles.num_rows)
+    else:
+        placed = sort(routed, experts.spec.num_experts, tiles.num_rows)
     inner_RF = gate_up_tiles(experts, x_TM, placed, tiles.gate_up)
     return down_tiles(experts, inner_RF, routed, placed, tiles.down)
 
@@ -246,7 +248,8 @@ def _multiply(
     num_tokens: int,
 ) -> None:
     num_blocks = triton.cdiv(out.shape[-1], tile.num_outs)
-    _kernels.multiply_tiles[((len(placed.tiles) - 1) * num_blocks,)](
+    num_tiles = len(placed.order_R) if placed.tiles is None else len(placed.tiles) - 1
+    _kernels.multiply_tiles[(num_tiles * num_blocks,)](
         rows,
         *weights,
         out,
