@@ -79,7 +79,7 @@ def test_a_cancellation_that_comes_together_with_an_event_is_not_forgotten(load,
         follower = engine.follower()
         waiting = asyncio.create_task(follower.next(HANG_S))
         await asyncio.sleep(0)  # it begins to wait
-        follower.put(Token(request_id=0, token_id=1, text="a"))
+        follower.hear(Token(request_id=0, token_id=1, text="a"), 0.0)
         for _ in range(num_turns):
             await asyncio.sleep(0)
         was_done = waiting.done()

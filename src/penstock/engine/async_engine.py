@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from penstock.config import DEFAULT_MODEL
@@ -31,10 +33,14 @@ class Follower:
     def __init__(self, engine: AsyncEngine, on_lost: Callable[[int], None]) -> None:
         self._engine = engine
         self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self._heard: deque[tuple[Event | BaseException, float]] = deque()
+        self._waiter: asyncio.Future[None] | None = None  # None: nobody waits
+        self._num_awaited = 1
         self._open: set[int] = set()
         self.paused: set[int] = set()
+        self.num_put = 0  # counted by the step thread; what was read, by the event loop
+        self._num_read = 0
 
     async def submit(self, prompt: Prompt, **settings: Any) -> int:
         """One more request to follow; refusals are raised here."""
@@ -57,19 +63,48 @@ class Follower:
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """What happens next; None if nothing does in that time. A failure is raised."""
-        try:
-            # Python 3.11's wait_for forgets a cancellation that comes together with an event.
-            async with asyncio.timeout(timeout_s):
-                event = await self._events.get()
-        except TimeoutError:
-            return None
-        if isinstance(event, BaseException):
-            raise event
+        found = await self.ready(timeout_s, most=1)
+        return found[0][0] if found else None
+
+    async def ready(
+        self, timeout_s: float | None = None, *, num_events: int = 1, most: int | None = None
+    ) -> list[tuple[Event, float]]:
+        """Waits for so many events, or for one that ends a request; gives what has come by then, with the time of each.
+
+        It is nothing where nothing happens in that time. A failure is raised once all before it was given.
+        """
+        if len(self._heard) < num_events and not (self._heard and _is_end(self._heard[-1][0])):
+            await self._wait(timeout_s, num_events)
+        found: list[tuple[Event, float]] = []
+        while self._heard and len(found) != most:
+            event, at = self._heard[0]
+            if isinstance(event, BaseException):
+                if found:
+                    break
+                raise event
+            self._heard.popleft()
+            found.append((event, at))
+            if isinstance(event, Finished):
+                self._open.discard(event.request_id)
+        self._num_read += len(found)
         if self.paused and self.num_unread <= FEW_UNREAD:
             self._engine.resume(self)
-        if isinstance(event, Finished):
-            self._open.discard(event.request_id)
-        return event
+        return found
+
+    async def _wait(self, timeout_s: float | None, num_events: int) -> None:
+        waiter = self._waiter = self.loop.create_future()
+        self._num_awaited = num_events
+        timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._wake)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """Ends what still runs; takes effect within one chunk."""
@@ -78,20 +113,31 @@ class Follower:
 
     @property
     def num_unread(self) -> int:
-        return self._events.qsize()
+        return self.num_put - self._num_read
 
     @property
     def is_gone(self) -> bool:
         """Its event loop is closed: nobody will read."""
-        return self._loop.is_closed()
+        return self.loop.is_closed()
 
-    def put(self, event: Event | BaseException) -> None:
-        """Called by the step thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:
-            if not self.is_gone:
-                raise
+    def hear(self, event: Event | BaseException, at: float) -> None:
+        """Takes what the step thread told the event loop."""
+        self._heard.append((event, at))
+        if len(self._heard) >= self._num_awaited or _is_end(event):
+            self._wake()
+
+
+Told = list[tuple[Follower, Event | BaseException]]
+
+
+def _is_end(event: Event | BaseException) -> bool:
+    return isinstance(event, (Finished, BaseException))
+
+
+def _deliver(told: Told) -> None:
+    at = time.perf_counter()
+    for follower, event in told:
+        follower.hear(event, at)
 
 
 class AsyncEngine:
@@ -99,7 +145,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        engine.on_layer = self._hand_out
+        engine.on_layer = lambda progress: self._hand_out([progress])
         self._readers: dict[int, Follower] = {}
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._wakes = threading.Condition()
@@ -248,8 +294,7 @@ class AsyncEngine:
             with self._wakes:
                 self._end = end
             self._make_calls()
-            for reader in self._readers.values():
-                reader.put(EngineClosed(end))
+            self._tell([(reader, EngineClosed(end)) for reader in self._readers.values()])
             self.engine.grammars.proof.close()
             self.engine.close()
 
@@ -262,8 +307,7 @@ class AsyncEngine:
         except Exception as error:  # the readers learn of it; the engine can go on
             self._fail_all(error)
             return
-        for event in events:
-            self._hand_out(event)
+        self._hand_out(events)
 
     def _wait_for_work(self) -> bool:
         """Sleeps until there is something to do; False when closing and nothing is left."""
@@ -308,24 +352,37 @@ class AsyncEngine:
             else:
                 future.set_result(result)
 
-    def _hand_out(self, event: Event) -> None:
-        reader = self._readers.get(event.request_id)
-        if reader is None:
-            return
-        reader.put(event.error if isinstance(event, Failed) else event)
-        if isinstance(event, (Failed, Finished)):
-            del self._readers[event.request_id]
-        elif event.request_id not in reader.paused and reader.num_unread >= MAX_UNREAD:
-            reader.paused.add(event.request_id)
-            self.engine.scheduler.pause(event.request_id, is_paused=True)
-            if reader.num_unread <= FEW_UNREAD:  # it has read on meanwhile, and did not see that it has to ask
-                self._resume(reader)
+    def _hand_out(self, events: Sequence[Event]) -> None:
+        """Gives the events of a step to their readers, in one message."""
+        told: Told = []
+        for event in events:
+            reader = self._readers.get(event.request_id)
+            if reader is None:
+                continue
+            told.append((reader, event.error if isinstance(event, Failed) else event))
+            reader.num_put += 1
+            if isinstance(event, (Failed, Finished)):
+                del self._readers[event.request_id]
+            elif reader.num_unread >= MAX_UNREAD and event.request_id not in reader.paused:
+                reader.paused.add(event.request_id)
+                self.engine.scheduler.pause(event.request_id, is_paused=True)
+                if reader.num_unread <= FEW_UNREAD:  # it has read on meanwhile, and did not see that it has to ask
+                    self._resume(reader)
+        self._tell(told)
+
+    def _tell(self, told: Told) -> None:
+        """Wakes each event loop once: a wake for every event would take Python from the steps as often."""
+        for loop, group in groupby(told, lambda each: each[0].loop):
+            try:
+                loop.call_soon_threadsafe(_deliver, [*group])
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: the requests in it cannot be trusted to go on."""
         readers, self._readers = dict(self._readers), {}
-        for reader in readers.values():
-            reader.put(error)
+        self._tell([(reader, error) for reader in readers.values()])
         for request_id in readers:
             with suppress(Exception):  # a device that is lost fails again; the error is known already
                 self.engine.fail(request_id, error)

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.answer.events import AnswerEvent, WrittenAnswer
 from penstock.answer.reader import ALL_TEXT, AnswerFormat, AnswerReader
+from penstock.engine.async_engine import FEW_UNREAD
 from penstock.engine.engine import Event, Prompt
 from penstock.errors import EngineClosed, PromptTooLong
 from penstock.request import Finished, Output, PrefillProgress, SamplingParams, Token
@@ -159,12 +160,20 @@ class Run:
     async def _events(self, shape: Shape) -> AsyncIterator[bytes]:
         yield shape.begin()
         while self._num_open:
-            yield shape.tell(*await self._next())
+            told: list[bytes] = []
+            for event, at in (found := await self._ready()):
+                try:
+                    told.append(shape.tell(self._noted(event, at), event))
+                except Exception:
+                    yield b"".join(told)
+                    raise
+            yield b"".join(told) if found else shape.tell(None, None)
         yield shape.end()
 
     async def _whole(self, shape: Shape) -> dict[str, Any]:
         while self._num_open:
-            await self._next()
+            for event, at in await self._ready(FEW_UNREAD):  # nobody waits for single tokens
+                self._noted(event, at)
         return shape.answer()
 
     @property
@@ -216,13 +225,14 @@ class Run:
         self.service.board.leave(request_id)
         self.service.metrics.forget(request_id)
 
-    async def _next(self) -> tuple[Choice, Event] | tuple[None, None]:
-        """Waits for an event of one of the choices, and notes it; a second at most, if nothing happens."""
-        event = await self._follower.next(min(PROGRESS_PERIOD_S, self.service.settings.keep_alive_s))
-        if event is None:
-            return None, None
+    async def _ready(self, num_events: int = 1) -> list[tuple[Event, float]]:
+        """Waits for events of the choices; a second at most, and then for nothing."""
+        timeout_s = min(PROGRESS_PERIOD_S, self.service.settings.keep_alive_s)
+        return await self._follower.ready(timeout_s, num_events=num_events)
+
+    def _noted(self, event: Event, now: float) -> Choice:
+        """Notes an event, and tells whose it is."""
         choice, metrics = self._choice_by_id[event.request_id], self.service.metrics
-        now = time.perf_counter()
         if isinstance(event, PrefillProgress) and choice.index == 0:
             self._progress = event
             self._num_prompt_tokens = event.num_total_estimate
@@ -241,7 +251,7 @@ class Run:
             self._num_open -= 1
             if choice.written.calls and _num_tokens(choice.prompt):
                 self._pin([*choice.prompt, *event.output.token_ids])
-        return choice, event
+        return choice
 
     def _pin(self, tokens: list[int]) -> None:
         """The result of a call comes soon, behind these tokens."""

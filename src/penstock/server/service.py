@@ -114,6 +114,8 @@ class Service:
 
     async def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns the tokens of texts and of what is tokens already."""
+        if not any(isinstance(one, str) for one in prompts):
+            return [one for one in prompts if not isinstance(one, str)]
         encode = self.prompts.text_tokens
         return await asyncio.to_thread(lambda: [encode(one) if isinstance(one, str) else one for one in prompts])
 
