@@ -431,7 +431,8 @@ class GgufWeights:
             raw = torch.empty(count // block_items * block_bytes, dtype=torch.uint8)
             _read_into(stored.path, stored.offset + start // block_items * block_bytes, raw)
             values = torch.from_numpy(self._values(piece, raw.numpy(), width, name)).reshape(-1, row_items)
-            flat[places[start // row_items :][: len(values)]] = values.to(flat.dtype)
+            rows = places[start // row_items :][: len(values)].to(flat.device)
+            flat[rows] = values.to(flat.device, flat.dtype)
 
     def _values(self, piece: Piece, raw: np.ndarray, row_items: int, name: str) -> np.ndarray:
         values = self._dequantized(raw, row_items, piece.stored.quant_type, name)
