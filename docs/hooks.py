@@ -32,7 +32,7 @@ from penstock.lanes.lane import LaneFacts
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_architectures import ARCHITECTURES
 from penstock.models.media_spec import NATIVE_MEDIA
-from penstock.models.quantization import FLOATS, LANES, LAYOUTS, REGION
+from penstock.models.quantization import FLOATS, LANES, LAYOUTS, REGION, matrix_bytes
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.trace.document import Trace
 from penstock.trace.percentile import percentile
@@ -150,7 +150,7 @@ def gguf_types() -> str:
         if kind in FLOATS or not _is_read(kind, block_bytes):
             continue
         layout = LAYOUTS.get(kind)
-        held = f"{8 * layout.block_dtype(REGION).itemsize / LANES / REGION:.4g}" if layout else "16"
+        held = f"{8 * matrix_bytes(kind, LANES, REGION) / LANES / REGION:.4g}" if layout else "16"
         on_a_cpu = "kept, and multiplied as codes" if layout else "expanded to bfloat16"
         rows.append((_code(kind.name), f"{8 * block_bytes / block_items:.4g}", held, on_a_cpu))
     return _table(("type", "bits of a value in the file", "in memory", "on a CPU"), rows)

@@ -90,17 +90,18 @@ static char *some_blocks(enum type type, int num_inputs, int num_blocks)
 {
     int num_groups = num_inputs / PACKED_GROUP;
     enum factors factors = format_of(type).factors;
-    size_t of_block = block_bytes(type, num_groups), per = factor_bytes(factors);
-    char *blocks = memory(of_block * num_blocks);
-    for (size_t i = 0; i < of_block * num_blocks; i++)
+    size_t num_bytes = num_blocks * block_bytes(type, num_groups);
+    char *blocks = memory(num_bytes);
+    for (size_t i = 0; i < num_bytes; i++)
         blocks[i] = (char)(some_bits() >> 9);
-    for (int block = 0; block < num_blocks; block++)
-        for (char *at = blocks + block * of_block + num_groups * code_bytes(type); at < blocks + (block + 1) * of_block; at += per)
-            for (int i = 0; i < BLOCK_OUTPUTS * (1 + has_lowest(type)); i++)
-                if (factors != POWER)
-                    ((uint16_t *)at)[i] = (uint16_t)(0x2000 | (some_bits() & 0x83ff));
-                else
-                    at[i] = (char)(118 + some_bits() % 4);
+    for (char *set = blocks; set < blocks + num_bytes; set += set_bytes(type)) {
+        char *at = set + groups_of_set(type) * code_bytes(type);
+        for (int i = 0; i < BLOCK_OUTPUTS * (1 + has_lowest(type)); i++)
+            if (factors != POWER)
+                ((uint16_t *)at)[i] = (uint16_t)(0x2000 | (some_bits() & 0x83ff));
+            else
+                at[i] = (char)(118 + some_bits() % 4);
+    }
     return blocks;
 }
 

@@ -1,4 +1,4 @@
-/* Matrices of codes as they lie: 16 outputs side by side, first all their codes, then their factors.
+/* Matrices of codes as they lie: 16 outputs side by side, in sets: the codes of the groups that share factors, then those.
  *
  * Inputs come in groups of 32. A code has one or two planes: its low bits, then its high ones. A word of a plane holds those of
  * several pairs of inputs after one another; a register of words is [16 outputs, input of the pair]. Codes of eight bits are bytes,
@@ -101,11 +101,25 @@ INLINE int groups_of_factors(const enum factors factors) { return factors <= POW
 
 INLINE size_t code_bytes(const enum type type) { return (format_of(type).low + format_of(type).high) * PLANE_BYTES; }
 
-/* A block with `num_groups` groups. */
-INLINE size_t block_bytes(const enum type type, int num_groups)
+INLINE int groups_of_set(const enum type type) { return groups_of_factors(format_of(type).factors); }
+
+INLINE size_t set_bytes(const enum type type)
 {
-    enum factors factors = format_of(type).factors;
-    return num_groups * code_bytes(type) + num_groups / groups_of_factors(factors) * factor_bytes(factors);
+    return groups_of_set(type) * code_bytes(type) + factor_bytes(format_of(type).factors);
+}
+
+/* A block with `num_groups` groups. */
+INLINE size_t block_bytes(const enum type type, int num_groups) { return num_groups / groups_of_set(type) * set_bytes(type); }
+
+INLINE const char *set_at(const char *block, int group, const enum type type)
+{
+    return block + group / groups_of_set(type) * set_bytes(type);
+}
+
+/* The codes of a group. */
+INLINE const char *codes_at(const char *block, int group, const enum type type)
+{
+    return set_at(block, group, type) + group % groups_of_set(type) * code_bytes(type);
 }
 
 /* Scales and lowest values of a group, of both halves where those have their own, for a register of outputs from `first` on. */
@@ -120,14 +134,14 @@ INLINE void six_bits(const struct sixes *from, int group, int first, ints *one, 
 
 INLINE floats minus(floats a) { return v_sub(v_zero(), a); }
 
-/* `block`: where the factors of a block begin. */
-INLINE struct factors_of_group factors_at(const char *block, int group, int first, const enum factors factors)
+INLINE struct factors_of_group factors_at(const char *block, int group, int first, const enum type type)
 {
     struct factors_of_group f = {{v_zero(), v_zero()}, {v_zero(), v_zero()}};
-    const void *at = block + group / groups_of_factors(factors) * factor_bytes(factors);
+    const enum factors factors = format_of(type).factors;
+    const void *at = set_at(block, group, type) + groups_of_set(type) * code_bytes(type);
     const struct halves *halves = at;
     ints one, two;
-    group %= groups_of_factors(factors);
+    group %= groups_of_set(type);
     if (factors == POWER) {
         f.scales[0] = v_mul(v_of_bits(i_left(i_bytes((const uint8_t *)at + first), 23)), v_all(0.5f));
         return f;

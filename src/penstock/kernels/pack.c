@@ -133,9 +133,8 @@ INLINE void pack_row(const struct packing *p, int row, const enum type type)
     const int num_groups = groups_of_factors(format_of(type).factors), num_sets = p->num_inputs / PACKED_GROUP / num_groups;
     const uint8_t *from = p->rows + (size_t)row * num_sets * stored_as(type).bytes;
     char *block = p->weight + p->outputs[row] / BLOCK_OUTPUTS * block_bytes(type, p->num_inputs / PACKED_GROUP);
-    char *factors = block + p->num_inputs / PACKED_GROUP * code_bytes(type);
     int lane = p->outputs[row] % BLOCK_OUTPUTS;
-    for (int set = 0; set < num_sets; set++, from += stored_as(type).bytes) {
+    for (int set = 0; set < num_sets; set++, from += stored_as(type).bytes, block += factor_bytes(format_of(type).factors)) {
         uint8_t codes[REGION];
         codes_of(from, codes, type);
         for (int g = 0; g < num_groups; g++, block += code_bytes(type)) {
@@ -149,7 +148,7 @@ INLINE void pack_row(const struct packing *p, int row, const enum type type)
             if (high)
                 pack_plane(of_group, block + low * PLANE_BYTES, lane, high ? high : 1, low);
         }
-        pack_factors(from, factors + set * factor_bytes(format_of(type).factors), lane, type);
+        pack_factors(from, block, lane, type);
     }
 }
 

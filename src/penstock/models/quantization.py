@@ -55,7 +55,7 @@ FOUR_LOWEST: _Fields = (*HALF_LOWEST, ("scale_pairs", "u1", (8,)), ("lowest_pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Says how a type is kept: 16 outputs side by side, first their codes, then their factors; see blocks.h."""
+    """Says how a type is kept: 16 outputs side by side, in sets of codes and their factors; see blocks.h."""
 
     low: int  # bits of the first plane of codes
     high: int = 0  # and of the second
@@ -75,12 +75,13 @@ class Layout:
     def factor_dtype(self, *lanes: int) -> np.dtype[Any]:
         return np.dtype([(name, kind, (*shape, *lanes)) for name, kind, shape in self.factors])
 
-    def block_dtype(self, num_inputs: int) -> np.dtype[Any]:
+    def set_dtype(self) -> np.dtype[Any]:
+        """Gives 16 outputs of the inputs of one set of factors."""
         words = {2: (2, LANES, 2), 4: (4, LANES, 2), 8: (GROUP // 2, LANES, 2)}[self.low]
         planes = [("low", "u1" if self.low == 8 else "<u2", words)]
         planes += [("high", "<u2", (self.high, LANES, 2))] if self.high else []
-        codes, factors = np.dtype(planes), self.factor_dtype(LANES)
-        return np.dtype([("codes", codes, num_inputs // GROUP), ("factors", factors, num_inputs // self.num_inputs)])
+        codes = np.dtype((np.dtype(planes), (self.num_inputs // GROUP,)))
+        return np.dtype([("codes", codes), ("factors", self.factor_dtype(LANES))])
 
 
 LAYOUTS: Mapping[Type, Layout] = {
@@ -263,7 +264,8 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
 
 
 def matrix_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
-    return -(-num_outputs // LANES) * LAYOUTS[kind].block_dtype(num_inputs).itemsize
+    layout = LAYOUTS[kind]
+    return -(-num_outputs // LANES) * (num_inputs // layout.num_inputs) * layout.set_dtype().itemsize
 
 
 def card_bytes(num_outputs: int, num_inputs: int) -> int:

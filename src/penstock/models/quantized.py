@@ -33,7 +33,8 @@ class QuantizedPart:
         blocks, outputs_N = self._blocks(), outputs_N - self.first
         fields = [(blocks["factors"][name], groups.factors_NR[name]) for name in groups.factors_NR.dtype.names or ()]
         for name, words_NGW in _packed(groups.codes_NI, self.kind).items():
-            fields.append((blocks["codes"][name].view(words_NGW.dtype)[..., 0], words_NGW))
+            stored = blocks["codes"][name].view(words_NGW.dtype)[..., 0]
+            fields.append((stored, words_NGW.reshape(-1, *stored.shape[1:-1])))
         first, count = outputs_N[0], len(outputs_N)
         if first % LANES == count % LANES == 0 and np.array_equal(outputs_N, np.arange(first, first + count)):
             for stored, values in fields:  # whole blocks
@@ -58,11 +59,12 @@ class QuantizedPart:
         factors = np.empty((len(outputs_N), self.num_inputs // LAYOUTS[self.kind].num_inputs), dtype)
         for name in dtype.names or ():
             factors[name] = blocks["factors"][name][block, ..., lane]
-        planes = {name: blocks["codes"][name][block, :, :, lane] for name in blocks["codes"].dtype.names or ()}
+        planes = {name: blocks["codes"][name][block, :, :, :, lane] for name in blocks["codes"].dtype.names or ()}
         return Groups(kind=self.kind, codes_NI=_unpacked(planes, self.kind), factors_NR=factors).values
 
     def _blocks(self) -> np.ndarray:
-        return self.bytes.numpy().view(LAYOUTS[self.kind].block_dtype(self.num_inputs))
+        layout = LAYOUTS[self.kind]
+        return self.bytes.numpy().view(layout.set_dtype()).reshape(-1, self.num_inputs // layout.num_inputs)
 
 
 def _packed(codes_NI: np.ndarray, kind: Type) -> dict[str, np.ndarray]:

@@ -34,13 +34,13 @@ INLINE size_t group_bytes(const int scales, const int lowest)
     return sizeof(__m512i) * WIDE * (NUM_PAIRS + scales * (1 + lowest));
 }
 
-/* A group's part of what is ahead, codes and factors: past a block lies the one beside it, which is read already. */
+/* A group's part of what is ahead: past a block lies the one beside it, which is read already. */
 INLINE void ask_ahead(const char *block, size_t bytes, int group, int num_blocks, const enum type type)
 {
-    const enum factors factors = format_of(type).factors;
-    const size_t part = code_bytes(type) + factor_bytes(factors) / groups_of_factors(factors);
+    const size_t part = set_bytes(type) / groups_of_set(type);
     size_t at = group * part + AHEAD;
-    at += at / bytes * (num_blocks - 1) * bytes;
+    for (size_t end = bytes; at >= end; end += num_blocks * bytes)
+        at += (num_blocks - 1) * bytes;
     for (size_t line = 0; line < part; line += 64)
         _mm_prefetch(block + at + line, _MM_HINT_T1);
 }
@@ -50,14 +50,13 @@ INLINE void unpack_group(const struct product *p, int block, int group, int num_
 {
     const struct numbers numbers = numbers_of(type);
     const int scales = num_scales(type);
-    size_t codes_of_block = num_groups_of(p) * code_bytes(type);
     for (int b = 0; b < num_blocks; b++) {
         const char *at = block_at(p, block + b, type);
         ask_ahead(at, block_bytes(type, num_groups_of(p)), group, num_blocks, type);
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++)
-            to->numbers[pair][b] = pair_of_numbers(at + group * code_bytes(type), pair, numbers, type);
-        struct factors_of_group factors = factors_at(at + codes_of_block, group, 0, format_of(type).factors);
+            to->numbers[pair][b] = pair_of_numbers(codes_at(at, group, type), pair, numbers, type);
+        struct factors_of_group factors = factors_at(at, group, 0, type);
         for (int h = 0; h < scales; h++) {
             to->factors[h][b] = factors.scales[h];
             if (has_lowest(type))
@@ -89,7 +88,7 @@ INLINE void multiply_rows(const struct product *p, int row, int block, const int
         for (int pair = 0; pair < NUM_PAIRS; pair++) {
             __m512i found[WIDE];
             for (int b = 0; b < WIDE; b++)
-                found[b] = pair_of_numbers(blocks[b] + group * code_bytes(type), pair, numbers, type);
+                found[b] = pair_of_numbers(codes_at(blocks[b], group, type), pair, numbers, type);
             for (int r = 0; r < num_rows; r++) {
                 __m512i both = pair_of_inputs(inputs + (size_t)r * p->num_inputs, group * NUM_PAIRS + pair);
                 __m512 *to = sums[pair * scales / NUM_PAIRS][r];
@@ -98,8 +97,7 @@ INLINE void multiply_rows(const struct product *p, int row, int block, const int
             }
         }
         for (int b = 0; b < WIDE; b++) {
-            const char *factors_of = blocks[b] + num_groups * code_bytes(type);
-            struct factors_of_group factors = factors_at(factors_of, group, 0, format_of(type).factors);
+            struct factors_of_group factors = factors_at(blocks[b], group, 0, type);
             for (int h = 0; h < scales; h++)
                 for (int r = 0; r < num_rows; r++) {
                     totals[r][b] = v_mul_add(factors.scales[h], sums[h][r][b], totals[r][b]);

@@ -137,17 +137,17 @@ INLINE void multiply_row(const struct product *p, const int16_t *inputs, const f
                          const enum type type)
 {
     const int scales = num_scales(type), pairs = NUM_PAIRS / scales;
-    int num_groups = num_groups_of(p);
+    const size_t part = set_bytes(type) / groups_of_set(type);
     const char *at[WIDE];
     floats totals[WIDE][PIECES];
     for (int b = 0; b < num_blocks; b++) {
         at[b] = block_at(p, block + b, type);
         clear(totals[b]);
     }
-    for (int group = 0; group < num_groups; group++) {
+    for (int group = 0; group < num_groups_of(p); group++) {
         for (int b = 0; b < num_blocks; b++)
-            for (size_t line = 0; line < code_bytes(type); line += 64)
-                ask_for(at[b] + group * code_bytes(type) + AHEAD + line);
+            for (size_t line = 0; line < part; line += 64)
+                ask_for(at[b] + group * part + AHEAD + line);
         floats step = v_all(steps[group]);
 #pragma GCC unroll 2
         for (int h = 0; h < scales; h++) {
@@ -160,13 +160,13 @@ INLINE void multiply_row(const struct product *p, const int16_t *inputs, const f
                 ints x = whole_inputs(inputs, group * NUM_PAIRS + h * pairs + i);
                 for (int b = 0; b < num_blocks; b++)
                     for (int piece = 0; piece < PIECES; piece++) {
-                        ints numbers = whole_pair(at[b] + group * code_bytes(type), h * pairs + i, piece, type);
+                        ints numbers = whole_pair(codes_at(at[b], group, type), h * pairs + i, piece, type);
                         sums[b][piece] = i_add(sums[b][piece], i_dot_pairs(numbers, x));
                     }
             }
             for (int b = 0; b < num_blocks; b++)
                 for (int piece = 0; piece < PIECES; piece++) {
-                    struct factors_of_group f = factors_of(at[b] + num_groups * code_bytes(type), group, piece, type);
+                    struct factors_of_group f = factors_of(at[b], group, piece, type);
                     floats sum = v_mul(v_of_ints(sums[b][piece]), step);
                     totals[b][piece] = with_factors(totals[b][piece], f.scales[h], sum, f.lowest[h],
                                                     p->group_sums + (size_t)group * scales + h, has_sum(type));
@@ -192,7 +192,7 @@ struct of_type {
     static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group,                    \
                                                               struct unpacked_group *to)                           \
     {                                                                                                              \
-        unpack_group(p, block_at(p, block, TYPE), group, to, TYPE);                                                \
+        unpack_group(block_at(p, block, TYPE), group, to, TYPE);                                                \
     }
 EACH_TYPE(FUNCTIONS)
 

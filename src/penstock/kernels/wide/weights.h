@@ -13,7 +13,7 @@
 INLINE struct factors_of_group factors_of(const char *block, int group, const int piece, const enum type type)
 {
     struct format format = format_of(type);
-    struct factors_of_group f = factors_at(block, group, piece * LANES, format.factors);
+    struct factors_of_group f = factors_at(block, group, piece * LANES, type);
     for (int h = 0; h < num_scales(type) && format.offset; h++)
         f.lowest[h] = v_mul(f.scales[h], v_all(-format.offset));
     return f;
@@ -85,11 +85,10 @@ struct unpacked_group {
     float scales[2][BLOCK_OUTPUTS], lowest[2][BLOCK_OUTPUTS];
 };
 
-INLINE void unpack_group(const struct product *p, const char *block, int group, struct unpacked_group *to, const enum type type)
+INLINE void unpack_group(const char *block, int group, struct unpacked_group *to, const enum type type)
 {
-    const char *factors_at = block + num_groups_of(p) * code_bytes(type);
     for (int piece = 0; piece < PIECES; piece++) {
-        struct factors_of_group factors = factors_of(factors_at, group, piece, type);
+        struct factors_of_group factors = factors_of(block, group, piece, type);
         for (int h = 0; h < num_scales(type); h++) {
             v_store(to->scales[h] + piece * LANES, factors.scales[h]);
             v_store(to->lowest[h] + piece * LANES, factors.lowest[h]);
@@ -97,7 +96,7 @@ INLINE void unpack_group(const struct product *p, const char *block, int group, 
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++) {
             floats values[2];
-            pair_of_numbers(block + group * code_bytes(type), pair, piece, type, values);
+            pair_of_numbers(codes_at(block, group, type), pair, piece, type, values);
             for (int i = 0; i < 2; i++) {
                 const int place = place_of_code(pair, i, type);
                 if (place)
