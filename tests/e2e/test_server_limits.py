@@ -248,6 +248,28 @@ def test_silent_connections_make_room_for_those_that_ask(folder):
         assert complete(server, body(folder, 20)).status_code == 200
 
 
+def test_what_is_asked_ahead_keeps_nobody_waiting_and_is_answered(server):
+    """Of connections that send a hundred requests in one go, others see nothing, and all of those are answered."""
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    num_answered = 0
+    with ExitStack() as ahead:
+        many = [ahead.enter_context(connected(server)) for _ in range(50)]
+        for connection in many:
+            connection.sendall(ask * 100)
+        with httpx.Client(base_url=server.url, timeout=HANG_S) as one_thing_at_a_time:
+            for _ in range(20):
+                assert one_thing_at_a_time.get("/health").status_code == 200
+        for connection in many:
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                while content := connection.recv(1 << 20):
+                    num_answered += content.count(b"HTTP/1.1 200")
+    assert num_answered < 2500, num_answered
+    with connected(server) as connection:
+        connection.sendall(ask * 20 + ask.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert received(connection).count(b"HTTP/1.1 200") == 21
+
+
 def test_connections_that_take_too_long_to_ask_are_ended(folder):
     limits = ("--header-timeout-s", "1", "--whole-body-timeout-s", "1")
     with serving(folder, "--dtype", "float32", *limits) as server:

@@ -25,6 +25,9 @@ TOO_HARD = (
     "{bounds.max_bytes:,} bytes, to compile. Simplify its patterns and repetitions, and leave out multipleOf."
 )
 MAX_PROVEN = 1024  # grammars that are remembered, by their digest
+# The masks of strings without quotes and escapes are made ahead. The library's other sets make none faster, and take a
+# quarter of the memory and a sixth of the time of opening, in which Python does nothing else.
+SLICES = [r"[^\"\\\x00-\x1F\x7F]{1,30}"]
 
 
 class GrammarProof:
@@ -67,7 +70,7 @@ def open_guide(tokenizer: str, vocab_size: int, eos_ids: list[int]) -> Any:
     except ImportError:
         raise UnsupportedModel("Grammars need llguidance. Install penstock[serve].") from None
     try:
-        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids or None)
+        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids or None, slices=SLICES)
     except Exception as error:  # a tokenizer that the library cannot read
         raise UnsupportedModel(
             f"This model's tokenizer cannot be held to a grammar: {first_line(error, 300)}. Leave JSON mode out."

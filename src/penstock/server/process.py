@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -78,7 +79,7 @@ async def _serve(settings: ServerSettings, make: Callable[[], FastAPI]) -> int:
             app,
             host=settings.host,
             port=settings.port,
-            http=partial(BoundedProtocol, settings, limits),  # ty: ignore[invalid-argument-type]
+            http=partial(BoundedProtocol, settings, limits, deque()),  # ty: ignore[invalid-argument-type]
             ws="none",
             backlog=limits.backlog,
             timeout_keep_alive=settings.header_timeout_s,  # ty: ignore[invalid-argument-type]
