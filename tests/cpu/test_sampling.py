@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 from tiny_models import prompt
 
 from penstock.engine.active import Active
 from penstock.engine.engine import Engine
-from penstock.engine.held_memory import HeldMemory
 from penstock.engine.sampler import Sampler
 from penstock.engine.stopping import StopText
 from penstock.errors import InvalidSetting, UnsupportedModel
@@ -75,7 +73,7 @@ def test_extreme_settings_are_refused_or_draw_the_likeliest(load):
             engine.generate(prompt(20), **wrong)
 
 
-def test_a_stop_string_that_comes_with_the_last_text_is_a_stop():
+def test_a_stop_string_that_comes_with_the_last_text_is_a_stop(load):
     """A letter of two bytes is known to be whole when the answer ends, if the tokenizer cannot say so before."""
     bytes_of = {1: b"a", 2: b"\xc3", 3: b"\xa9"}
     params = SamplingParams(max_tokens=3, stop=("\u00e9",))
@@ -90,7 +88,7 @@ def test_a_stop_string_that_comes_with_the_last_text_is_a_stop():
             by_token=True,
         ),
         stop=StopText(params.stop),
-        held=HeldMemory(torch.device("cpu"), 0),
+        held=load().held,
         final_peak=lambda chunk, num_tokens: 0,
         pace=Pace(),
     )
