@@ -2,7 +2,7 @@
  *
  * 16 outputs lie side by side, a lane each, in groups of 32 inputs. A code stands for a small whole number, which bfloat16
  * holds exactly: the dot products of a group are of those numbers, and its scales and lowest values come in once per group.
- * One row uses the codes as they lie; several share a group, or a panel of all groups, that was brought to bfloat16 before.
+ * Few rows use the codes as they lie, in registers; many share a panel of all groups, that was brought to bfloat16 before.
  */
 #include "codes.h"
 
@@ -34,17 +34,6 @@ INLINE size_t group_bytes(const int scales, const int lowest)
     return sizeof(__m512i) * WIDE * (NUM_PAIRS + scales * (1 + lowest));
 }
 
-/* A group's part of what is ahead: past a block lies the one beside it, which is read already. */
-INLINE void ask_ahead(const char *block, size_t bytes, int group, int num_blocks, const enum type type)
-{
-    const size_t part = set_bytes(type) / groups_of_set(type);
-    size_t at = group * part + AHEAD;
-    for (size_t end = bytes; at >= end; end += num_blocks * bytes)
-        at += (num_blocks - 1) * bytes;
-    for (size_t line = 0; line < part; line += 64)
-        _mm_prefetch(block + at + line, _MM_HINT_T1);
-}
-
 INLINE void unpack_group(const struct product *p, int block, int group, int num_blocks, struct unpacked_group *to,
                          const enum type type)
 {
@@ -52,7 +41,6 @@ INLINE void unpack_group(const struct product *p, int block, int group, int num_
     const int scales = num_scales(type);
     for (int b = 0; b < num_blocks; b++) {
         const char *at = block_at(p, block + b, type);
-        ask_ahead(at, block_bytes(type, num_groups_of(p)), group, num_blocks, type);
 #pragma GCC unroll 16
         for (int pair = 0; pair < NUM_PAIRS; pair++)
             to->numbers[pair][b] = pair_of_numbers(codes_at(at, group, type), pair, numbers, type);
@@ -65,70 +53,103 @@ INLINE void unpack_group(const struct product *p, int block, int group, int num_
     }
 }
 
-/* One row, or two, with two blocks. An output is added up in one order, here and in tiles. */
-INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows, const enum type type)
+INLINE void write_totals(const struct product *p, __m512 totals[][WIDE], int row, int block, const int num_rows, const int num_blocks)
 {
-    const struct numbers numbers = numbers_of(type);
-    const int scales = num_scales(type);
-    int num_groups = num_groups_of(p);
-    const bf16 *inputs = p->rows + (size_t)row * p->num_inputs;
-    const float *group_sums = p->group_sums + (size_t)row * num_groups * scales;
-    const char *blocks[WIDE];
-    __m512 totals[2][WIDE];
-    for (int b = 0; b < WIDE; b++) /* past the last block it is read again, and not written */
-        blocks[b] = block_at(p, block + b, type), totals[0][b] = totals[1][b] = v_zero();
-    for (int group = 0; group < num_groups; group++) {
-        __m512 sums[2][2][WIDE];
-        for (int b = 0; b < WIDE; b++) {
-            for (int h = 0; h < 2; h++)
-                sums[h][0][b] = sums[h][1][b] = v_zero();
-            ask_ahead(blocks[b], block_bytes(type, num_groups), group, WIDE, type);
-        }
-#pragma GCC unroll 16
-        for (int pair = 0; pair < NUM_PAIRS; pair++) {
-            __m512i found[WIDE];
-            for (int b = 0; b < WIDE; b++)
-                found[b] = pair_of_numbers(codes_at(blocks[b], group, type), pair, numbers, type);
-            for (int r = 0; r < num_rows; r++) {
-                __m512i both = pair_of_inputs(inputs + (size_t)r * p->num_inputs, group * NUM_PAIRS + pair);
-                __m512 *to = sums[pair * scales / NUM_PAIRS][r];
-                for (int b = 0; b < WIDE; b++)
-                    to[b] = dot(to[b], found[b], both);
-            }
-        }
-        for (int b = 0; b < WIDE; b++) {
-            struct factors_of_group factors = factors_at(blocks[b], group, 0, type);
-            for (int h = 0; h < scales; h++)
-                for (int r = 0; r < num_rows; r++) {
-                    totals[r][b] = v_mul_add(factors.scales[h], sums[h][r][b], totals[r][b]);
-                    if (has_lowest(type)) {
-                        float sum = group_sums[((size_t)r * num_groups + group) * scales + h];
-                        totals[r][b] = v_mul_add(factors.lowest[h], v_all(sum), totals[r][b]);
-                    }
-                }
-        }
-    }
-    for (int r = 0; r < num_rows; r++)
-        for (int b = 0; b < WIDE && block + b <= last_block(p); b++) {
+    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
+        for (int b = 0; b < num_blocks && block + b <= last_block(p); b++) {
             int output = (block + b) * LANES;
             write_values(p, totals[r][b], row + r, output, smaller(LANES, p->num_outputs - output));
         }
 }
 
+/* Rows with one block or two: with codes as they lie. An output is added up in one order, here and with a panel. */
+INLINE void multiply_rows(const struct product *p, int row, int block, const int num_rows, const int num_blocks,
+                          const enum type type)
+{
+    const struct numbers numbers = numbers_of(type);
+    const int scales = num_scales(type);
+    const size_t part = set_bytes(type) / groups_of_set(type);
+    int num_groups = num_groups_of(p);
+    size_t bytes = block_bytes(type, num_groups), together = num_blocks * bytes;
+    /* What is asked for ahead lies in the same blocks, or as far into others: past a block lies one that is read beside it. */
+    size_t ahead = bytes > AHEAD ? AHEAD : (AHEAD + together - 1) / together * together;
+    int turn = bytes > AHEAD ? (int)((bytes - AHEAD) / part) : num_groups;
+    const char *blocks[WIDE];
+    const bf16 *rows[TALL];
+    const float *group_sums[TALL];
+    __m512 totals[TALL][WIDE];
+    for (int b = 0; b < num_blocks; b++) /* past the last block it is read again, and not written */
+        blocks[b] = block_at(p, block + b, type);
+    for (int r = 0; r < num_rows; r++) {
+        int of = smaller(row + r, p->num_rows - 1);
+        rows[r] = p->rows + (size_t)of * p->num_inputs;
+        group_sums[r] = p->group_sums + (size_t)of * num_groups * scales;
+        for (int b = 0; b < num_blocks; b++)
+            totals[r][b] = v_zero();
+    }
+    for (int group = 0; group < num_groups; group++) {
+        size_t at = group * part + ahead + (group < turn ? 0 : together - bytes);
+        for (int b = 0; b < num_blocks; b++)
+            for (size_t line = 0; line < part; line += 64)
+                _mm_prefetch(blocks[b] + at + line, _MM_HINT_T1);
+#pragma GCC unroll 2
+        for (int h = 0; h < scales; h++) {
+            __m512 sums[TALL][WIDE];
+            for (int r = 0; r < num_rows; r++)
+                for (int b = 0; b < num_blocks; b++)
+                    sums[r][b] = v_zero();
+#pragma GCC unroll 16
+            for (int i = 0; i < NUM_PAIRS / scales; i++) {
+                const int pair = h * NUM_PAIRS / scales + i;
+                __m512i found[WIDE];
+                for (int b = 0; b < num_blocks; b++)
+                    found[b] = pair_of_numbers(codes_at(blocks[b], group, type), pair, numbers, type);
+                for (int r = 0; r < num_rows; r++) {
+                    __m512i inputs = pair_of_inputs(rows[r], group * NUM_PAIRS + pair);
+                    for (int b = 0; b < num_blocks; b++)
+                        sums[r][b] = dot(sums[r][b], found[b], inputs);
+                }
+            }
+            for (int b = 0; b < num_blocks; b++) {
+                struct factors_of_group factors = factors_at(blocks[b], group, 0, type);
+                for (int r = 0; r < num_rows; r++) {
+                    totals[r][b] = v_mul_add(factors.scales[h], sums[r][b], totals[r][b]);
+                    if (has_lowest(type))
+                        totals[r][b] = v_mul_add(factors.lowest[h], v_all(group_sums[r][group * scales + h]), totals[r][b]);
+                }
+            }
+        }
+    }
+    write_totals(p, totals, row, block, num_rows, num_blocks);
+}
+
+/* Few rows leave registers for two blocks, whose sums need not wait for each other. */
+INLINE void multiply_few(const struct product *p, int row, int block, int num_rows, const enum type type)
+{
+    int num_blocks = smaller(WIDE, last_block(p) + 1 - block);
+    if (num_rows == 1)
+        multiply_rows(p, row, block, 1, WIDE, type);
+    else if (num_rows == 2)
+        multiply_rows(p, row, block, 2, WIDE, type);
+    else if (num_rows <= 4)
+        multiply_rows(p, row, block, 4, WIDE, type);
+    else
+        for (int b = 0; b < num_blocks; b++)
+            if (num_rows <= 8)
+                multiply_rows(p, row, block + b, 8, 1, type);
+            else
+                multiply_rows(p, row, block + b, TALL, 1, type);
+}
+
 struct of_type {
-    void (*multiply_one)(const struct product *p, int row, int block);
-    void (*multiply_two)(const struct product *p, int row, int block);
+    void (*multiply_few)(const struct product *p, int row, int block, int num_rows);
     void (*unpack_group)(const struct product *p, int block, int group, int num_blocks, struct unpacked_group *to);
 };
 
 #define FUNCTIONS(TYPE)                                                                                            \
-    static __attribute__((noinline)) void multiply_one_##TYPE(const struct product *p, int row, int block)        \
+    static __attribute__((noinline)) void multiply_few_##TYPE(const struct product *p, int row, int block, int num_rows) \
     {                                                                                                              \
-        multiply_rows(p, row, block, 1, TYPE);                                                                     \
-    }                                                                                                              \
-    static __attribute__((noinline)) void multiply_two_##TYPE(const struct product *p, int row, int block)        \
-    {                                                                                                              \
-        multiply_rows(p, row, block, 2, TYPE);                                                                     \
+        multiply_few(p, row, block, num_rows, TYPE);                                                               \
     }                                                                                                              \
     static __attribute__((noinline)) void unpack_group_##TYPE(const struct product *p, int block, int group,      \
                                                               int num_blocks, struct unpacked_group *to)          \
@@ -138,20 +159,18 @@ struct of_type {
 EACH_TYPE(FUNCTIONS)
 
 static const struct of_type types[] = {
-#define ENTRY(TYPE) [TYPE] = {multiply_one_##TYPE, multiply_two_##TYPE, unpack_group_##TYPE},
+#define ENTRY(TYPE) [TYPE] = {multiply_few_##TYPE, unpack_group_##TYPE},
     EACH_TYPE(ENTRY)
 };
 
-/* Several rows with two blocks: with a panel, or with each group as it is unpacked. All but the first four are constants where
- * this is inlined. */
+/* Rows with a panel of two blocks. All but the first four are constants where this is inlined. */
 INLINE void multiply_tile(const struct product *p, const char *panel, int row, int block, const int num_rows,
                           const int scales, const int lowest)
 {
     int num_groups = num_groups_of(p);
-    const bf16 *rows[TALL];
-    const float *group_sums[TALL];
-    __m512 totals[TALL][WIDE];
-    struct unpacked_group unpacked;
+    const bf16 *rows[TILE_ROWS];
+    const float *group_sums[TILE_ROWS];
+    __m512 totals[TILE_ROWS][WIDE];
     for (int r = 0; r < num_rows; r++) {
         int of = smaller(row + r, p->num_rows - 1);
         rows[r] = p->rows + (size_t)of * p->num_inputs;
@@ -161,11 +180,7 @@ INLINE void multiply_tile(const struct product *p, const char *panel, int row, i
     }
     for (int group = 0; group < num_groups; group++) {
         const struct unpacked_group *with = (const void *)(panel + group * group_bytes(scales, lowest));
-        if (!panel) {
-            types[p->type].unpack_group(p, block, group, WIDE, &unpacked);
-            with = &unpacked;
-        }
-        __m512 sums[TALL][WIDE];
+        __m512 sums[TILE_ROWS][WIDE];
         for (int h = 0; h < scales; h++) {
             for (int r = 0; r < num_rows; r++)
                 for (int b = 0; b < WIDE; b++)
@@ -187,27 +202,7 @@ INLINE void multiply_tile(const struct product *p, const char *panel, int row, i
                 }
         }
     }
-    for (int r = 0; r < smaller(num_rows, p->num_rows - row); r++)
-        for (int b = 0; b < WIDE && block + b <= last_block(p); b++) {
-            int output = (block + b) * LANES;
-            write_values(p, totals[r][b], row + r, output, smaller(LANES, p->num_outputs - output));
-        }
-}
-
-INLINE void multiply_blocks(const struct product *p, int first, int end, int block, const int scales, const int lowest)
-{
-    for (int row = first; row < end; row += TALL)
-        switch (smaller(TALL, end - row)) {
-        case 1: types[p->type].multiply_one(p, row, block); break;
-        case 2: types[p->type].multiply_two(p, row, block); break;
-        case 3:
-        case 4: multiply_tile(p, NULL, row, block, 4, scales, lowest); break;
-        case 5:
-        case 6:
-        case 7:
-        case 8: multiply_tile(p, NULL, row, block, 8, scales, lowest); break;
-        default: multiply_tile(p, NULL, row, block, TALL, scales, lowest);
-        }
+    write_totals(p, totals, row, block, num_rows, WIDE);
 }
 
 INLINE int num_columns(const struct product *p) { return (p->num_outputs + WIDE * LANES - 1) / (WIDE * LANES); }
@@ -230,7 +225,8 @@ INLINE void multiply_item(const struct product *p, char *panel, int item, const 
     int first = item / num_columns(p) * PART, end = smaller(first + PART, p->num_rows);
     int block = item % num_columns(p) * WIDE;
     if (!panel || end - first < MANY) {
-        multiply_blocks(p, first, end, block, scales, lowest);
+        for (int row = first; row < end; row += TALL)
+            types[p->type].multiply_few(p, row, block, end - row);
         return;
     }
     for (int group = 0; group < num_groups_of(p); group++)
