@@ -79,7 +79,7 @@ def test_asking_stopping_and_asking_again(page):
     assert "from the cache" in stats
     assert "first token after" in stats
     assert page.text_content("#answer")
-    assert "2 requests in view" in described(page)
+    page.wait_for_function("() => document.querySelector('#canvas').ariaLabel.includes('2 requests in view')")
     assert page.is_disabled("#stop")
     assert "MB" in page.text_content("#memory")
     assert says(page, "#running", "0 running")
@@ -94,6 +94,24 @@ def test_the_gauges_say_something_before_the_first_request(browser, tmp_path):
         assert says(page, "#step-of", "target") == "target 900 ms"
         assert says(page, "#memory-of", "budget") == "of weights, budget 2.00 GB"
         assert "–" not in page.text_content(".gauges")
+        page.close()
+
+
+def test_the_target_is_held_against_steps_with_answers_alone(browser, tmp_path):
+    save_tiny_chat_model(tmp_path)
+    with serving(str(tmp_path), "--dtype", "float32", "--latency-target-ms", "900") as late:
+        page = browser.new_page()
+        page.goto(late.url)
+        page.wait_for_selector("#state.live")
+        page.fill("#document", DOCUMENT[:400])
+        page.fill("#max", "3")
+        page.click("#send")
+        page.wait_for_function("() => trace.steps.some(step => step.chunks.some(chunk => chunk.kind === 'decode'))")
+        for kind, of in (("prefill", "target 900 ms with answers"), ("decode", "target 900 ms")):
+            step = "trace.steps.find(step => step.chunks.every(chunk => chunk.kind === kind))"
+            page.evaluate(f"kind => gauges({{...{step}, elapsed_ms: 5000}})", kind)
+            assert page.text_content("#step-of") == of
+            assert page.evaluate("$('step-bar').classList.contains('over')") == (kind == "decode")
         page.close()
 
 
