@@ -209,6 +209,20 @@ class Streams:
         gaps += [now - at for at in self._last_at.values() if at == arrived_at]
         return Beside(request=request, gaps_s=tuple(gaps), num_written=num_written, seconds=now - arrived_at)
 
+    def write(self, num_tokens: int, *, until: float = math.inf) -> tuple[int, float]:
+        """Writes so many tokens of the answer that begins last, once all have begun; (tokens of all, seconds).
+
+        Others write meanwhile and are asked for more. `until`: by the clock; two steps are timed at least.
+        """
+        self.run_quietly(0)
+        self.subject.step()
+        last, num_steps, num_given, num_written = list(self._last_at)[-1], 0, 0, 0
+        began = time.perf_counter()
+        while num_given < num_tokens and (num_steps < 2 or time.perf_counter() < until) and self.subject.has_work:
+            written = self.subject.step()
+            num_steps, num_given, num_written = num_steps + 1, num_given + (last in written), num_written + len(written)
+        return num_written, time.perf_counter() - began
+
     def run_to_end(self) -> None:
         while self.subject.has_work:
             self._step(self.quiet_gaps_s)
@@ -317,21 +331,9 @@ class WorkRun:
         return step_s
 
     def _written_together_s(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """Times so many tokens of the answer that begins last. Others write meanwhile and are asked for more."""
-        subject, spare = self.subject, sum(map(len, prompts)) // 4096 + 16
-        waiting = {subject.submit(prompt, num_tokens + spare) for prompt in prompts}
-        last = -1
-        while waiting:
-            given = subject.step()
-            last = next(iter(waiting.intersection(given)), last)
-            waiting.difference_update(given)
-        subject.step()
-        num_given, began = 0, time.perf_counter()
-        while num_given < num_tokens:
-            num_given += last in subject.step()
-        seconds = time.perf_counter() - began
-        while subject.has_work:
-            subject.step()
+        streams = Streams(self.subject, prompts, num_tokens + sum(map(len, prompts)) // 4096 + 16)
+        _, seconds = streams.write(num_tokens)
+        streams.run_to_end()
         return seconds
 
     def _full_queue(self) -> dict[str, Any]:

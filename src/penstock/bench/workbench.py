@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.peers import Reader, ReaderSettings, peer_settings
-from penstock.bench.work import GREEDY
+from penstock.bench.work import GREEDY, Streams
 from penstock.config import DEFAULT_MODEL
 from penstock.document import Document
 from penstock.models.files import resolve
@@ -109,22 +109,11 @@ class EngineSubject:
     def write_together(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, spare: int = 256, until: float = math.inf
     ) -> tuple[int, float]:
-        """Writes so many tokens of each answer once all have begun; (tokens, seconds), of two steps at least.
-
-        `spare`: what those that begin first may write before the last has begun. `until`: by the clock.
-        """
-        ids = [self.submit(prompt, num_tokens + spare) for prompt in prompts]
-        begun: set[int] = set()
-        while not begun.issuperset(ids):
-            begun.update(self.step())
-        began, num_steps, num_written = time.perf_counter(), 0, 0
-        most = num_tokens * len(ids)
-        while num_written < most and self.has_work and (num_steps < 2 or time.perf_counter() < until):
-            num_written += len(self.step())
-            num_steps += 1
-        elapsed_s = time.perf_counter() - began
-        self.abort(ids)
-        return num_written, elapsed_s
+        """Tells what `Streams.write` does; `spare`: what those that begin first may write before the last."""
+        streams = Streams(self, prompts, num_tokens + spare)
+        found = streams.write(num_tokens, until=until)
+        self.abort(streams.ids)
+        return found
 
     def abort(self, ids: Sequence[int]) -> None:
         for request_id in ids:

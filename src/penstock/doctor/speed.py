@@ -132,7 +132,7 @@ def _read(engine: Engine, prompt: list[int], observations: Observations, until: 
 
 
 def _write(engine: Engine, prompts: list[list[int]], until: float) -> float:
-    num_tokens, seconds = EngineSubject(engine).write_together(prompts, NUM_WRITTEN, spare=1, until=until)
+    num_tokens, seconds = EngineSubject(engine).write_together(prompts, NUM_WRITTEN, spare=2, until=until)
     return num_tokens / seconds
 
 
