@@ -1,8 +1,12 @@
 """How `penstock bench cpu` looks, and what its limits say."""
 
 from penstock.bench.cpu import CpuBench, CpuReport, Job, MemoryRow, Row, fastest_ways, judged
-from penstock.bench.limits import DeviceLimits
+from penstock.bench.limits import DeviceLimits, least_step_s
 from penstock.cli.cpu import show_cpu
+from penstock.engine.engine import Engine
+from penstock.models.files import resolve
+from penstock.models.quantization import Type, matrix_bytes, quantization_of
+from penstock.models.spec import decoder_spec
 
 
 def test_the_table_shows_ratios_to_the_best_of_the_others(capsys):
@@ -92,3 +96,31 @@ def test_a_row_beyond_its_limit_is_reported_as_a_fault_of_the_limit(tiny, capsys
     assert "limit wrong" in shown
     assert "FAULT reading, 16 tokens, penstock bfloat16" in shown
     assert f"{wrong.rows[0].share_of_limit:.0%} │" not in shown, "a share of more than everything"
+
+
+def test_a_share_counts_attention_and_what_is_kept_of_a_context(tiny):
+    def shares(part: str) -> list[float | None]:
+        whats = ("16 tokens", "1600 tokens")
+        rows = [Row(part=part, what=what, who="penstock bfloat16", tokens_per_s=1, samples=[1]) for what in whats]
+        when = {"started_at": "2026-01-01T00:00:00+00:00", "processor": "p", "versions": {"penstock": "0"}}
+        work = {"model": str(tiny("llama")[0]), "threads": 1, "repeats": 1, "limits": limits, "text_sha256": ""}
+        return [
+            row.share_of_limit
+            for row in judged(CpuReport(**when, **work, rows=rows, memory=[], quality=[]), limits).rows
+        ]
+
+    limits = DeviceLimits(product_gflops=1, read_gb_per_s=1)
+    for part in ("reading", "writing"):
+        short, long = shares(part)
+        assert 0 < short < long < 1
+
+
+def test_a_step_reads_codes_where_matrices_are_kept_as_codes(tiny):
+    folder = str(tiny("llama")[0])
+    files, limits = resolve(folder), DeviceLimits(product_gflops=1, read_gb_per_s=1e-9)
+    spec, quantization = decoder_spec(files.config), quantization_of(files, "int8")
+    with Engine.load(folder, dtype="bfloat16", quantize="int8", context=100, memory="4GiB", threads=1) as engine:
+        kept_bytes = engine.model.memory.shape.weight_bytes
+    looked_up = matrix_bytes(Type.Q8_0, spec.vocab_size, spec.hidden_size)  # a row of it for each token
+    assert least_step_s(spec, [0], limits, quantization) == kept_bytes - looked_up
+    assert least_step_s(spec, [0], limits) > 1.5 * (kept_bytes - looked_up)

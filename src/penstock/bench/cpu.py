@@ -16,16 +16,15 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from penstock.bench.limits import DeviceLimits, limits_of_processor
+from penstock.bench.limits import DeviceLimits, least_product_s, least_step_s, limits_of_processor
 from penstock.bench.peers import AS_STORED, Reader, ReaderSettings
 from penstock.bench.probes import Measuring
 from penstock.bench.work import SHAPES
 from penstock.bench.workbench import BenchSettings, ProbeSizes, Workbench, seeded_prompt
 from penstock.document import Document
 from penstock.models.files import resolve
-from penstock.models.projections import EXPERT_ROLES, OUTSIDE_LAYERS, Projection, projections
-from penstock.models.quantization import Quantization, matrix_bytes, quantization_of, stored_types
-from penstock.models.spec import DecoderSpec, decoder_spec
+from penstock.models.quantization import quantization_of, stored_types
+from penstock.models.spec import decoder_spec
 from penstock.plan.machine import num_physical_cores, processor_name
 from penstock.trace.environment import versions
 
@@ -100,32 +99,13 @@ def _with_share(model: str, row: Row, limits: DeviceLimits) -> Row:
     """Adds to our rows their share of the limit: of products when reading, of the weights' bytes when writing."""
     if row.who not in OURS or row.part not in ("reading", "writing"):
         return row
-    files = resolve(model)
+    files, num_tokens = resolve(model), int(row.what.split()[0])
     spec = decoder_spec(files.config)
     if row.part == "reading":
-        layers = (matrix for matrix in projections(spec) if matrix.role not in OUTSIDE_LAYERS)
-        flops = 2 * sum(_used(spec, matrix) * matrix.num_outputs * matrix.num_inputs for matrix in layers)
-        share = row.tokens_per_s * flops / (limits.product_gflops * 1e9)
+        least_s = least_product_s(spec, num_tokens, limits) / num_tokens
     else:
-        quantization = quantization_of(files, OURS[row.who]["quantize"])
-        read = (matrix for matrix in projections(spec) if matrix.role != "embeddings" or spec.has_tied_embeddings)
-        share = row.tokens_per_s * sum(_used(spec, matrix) * _bytes(matrix, quantization) for matrix in read)
-        share /= limits.read_gb_per_s * 1e9
-    return row.model_copy(update={"share_of_limit": share})
-
-
-def _used(spec: DecoderSpec, matrix: Projection) -> float:
-    """Tells what share of a matrix a token is multiplied with."""
-    if spec.experts is None or matrix.role not in EXPERT_ROLES:
-        return 1.0
-    return spec.experts.num_active / spec.experts.num_experts
-
-
-def _bytes(matrix: Projection, quantization: Quantization | None) -> int:
-    types = None if quantization is None else quantization.types(matrix)
-    if types is None:
-        return 2 * matrix.num_outputs * matrix.num_inputs
-    return sum(matrix_bytes(kind, num_outputs, matrix.num_inputs) for kind, num_outputs in types)
+        least_s = least_step_s(spec, [num_tokens], limits, quantization_of(files, OURS[row.who]["quantize"]))
+    return row.model_copy(update={"share_of_limit": row.tokens_per_s * least_s})
 
 
 def _in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import cycle, pairwise
 
 from penstock.document import Document
+from penstock.models.projections import EXPERT_ROLES, projections
+from penstock.models.quantization import Quantization, matrix_bytes
 from penstock.models.spec import DecoderSpec
 
 LIMIT_S = 1.0  # for each limit
@@ -73,21 +75,24 @@ def _fastest_s(function: Callable[[], object]) -> float:
 
 
 def least_read_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
-    """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once.
+    """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
+    read_s = least_step_s(spec, [0] * num_tokens, limits)
+    return max(least_product_s(spec, num_tokens, limits), read_s)
 
-    Of the last layer, all tokens but one need keys and values alone.
-    """
+
+def least_product_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
+    """Tells that of a prompt's products. Of the last layer, all tokens but one need keys and values alone."""
     before, last = replace(spec, layers=spec.layers[:-1]), spec.layers[-1]
     attending = (layer for layer in before.layers if layer.has_attention)
     pairs = sum(_num_pairs(num_tokens, layer.window) * layer.head_size for layer in attending)
     kept = 2 * last.kv_rows * spec.hidden_size if last.has_attention else 0
     flops = 2 * num_tokens * (_parameters_of_layers(before, 1) + kept) + 2 * spec.vocab_size * spec.hidden_size
-    flops += 4 * spec.num_heads * pairs
-    read_s = least_step_s(spec, [0] * num_tokens, limits)
-    return max(flops / (limits.product_gflops * 1e9), read_s)
+    return (flops + 4 * spec.num_heads * pairs) / (limits.product_gflops * 1e9)
 
 
-def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: DeviceLimits) -> float:
+def least_step_s(
+    spec: DecoderSpec, contexts: Sequence[int], limits: DeviceLimits, quantization: Quantization | None = None
+) -> float:
     """Tells the least time for one token of each answer: weights, and the keys and values before it, read once.
 
     Experts are expected to be chosen alike, as random weights choose them.
@@ -95,8 +100,20 @@ def least_step_s(spec: DecoderSpec, contexts: Sequence[int], limits: DeviceLimit
     weights = _parameters_of_layers(spec, len(contexts)) + spec.vocab_size * spec.hidden_size
     attending = [layer for layer in spec.layers if layer.has_attention]
     seen = sum(min(context, layer.window or context) * layer.kv_rows for context in contexts for layer in attending)
-    num_bytes = BYTES * (weights + 2 * seen)
-    return num_bytes / (limits.read_gb_per_s * 1e9)
+    saved = 0 if quantization is None else _saved_bytes(spec, len(contexts), quantization)
+    return (BYTES * (weights + 2 * seen) - saved) / (limits.read_gb_per_s * 1e9)
+
+
+def _saved_bytes(spec: DecoderSpec, num_rows: int, quantization: Quantization) -> float:
+    """Tells how much less is read of matrices that are kept in few bits."""
+    saved, looked_up = 0.0, {"layer_table"} if spec.has_tied_embeddings else {"layer_table", "embeddings"}
+    for matrix in projections(spec):
+        types = quantization.types(matrix)
+        if types and matrix.role not in looked_up:
+            kept = sum(matrix_bytes(kind, num_outputs, matrix.num_inputs) for kind, num_outputs in types)
+            share = 1 - _unchosen(spec, num_rows) if matrix.role in EXPERT_ROLES else 1
+            saved += share * (BYTES * matrix.num_outputs * matrix.num_inputs - kept)
+    return saved
 
 
 def _num_pairs(num_tokens: int, window: int | None) -> int:
@@ -110,8 +127,11 @@ def _parameters_of_layers(spec: DecoderSpec, num_rows: int) -> float:
     everything = spec.num_parameters - spec.num_embedded
     if spec.experts is None:
         return everything
-    experts = spec.experts
-    unchosen = (1 - experts.num_active / experts.num_experts) ** num_rows
-    of_one = (2 + experts.is_gated) * experts.intermediate_size * spec.hidden_size
+    of_one = (2 + spec.experts.is_gated) * spec.experts.intermediate_size * spec.hidden_size
     num_sparse = sum(layer.has_experts for layer in spec.layers)
-    return everything - num_sparse * experts.num_experts * unchosen * of_one
+    return everything - num_sparse * spec.experts.num_experts * _unchosen(spec, num_rows) * of_one
+
+
+def _unchosen(spec: DecoderSpec, num_rows: int) -> float:
+    """Tells the share of experts that none of so many rows chooses."""
+    return (1 - spec.experts.num_active / spec.experts.num_experts) ** num_rows if spec.experts else 0.0
