@@ -11,10 +11,11 @@ import torch
 from programs import program
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.bench.gpu import GpuBench, against_limits
+from penstock.bench.gpu import GpuBench, against_limits, bytes_against_plan
 from penstock.bench.limits import DeviceLimits, _num_pairs, least_read_s, least_step_s
 from penstock.bench.random_model import random_engine, random_transformers_model, save_model
 from penstock.bench.work import SHAPES, Mixed, Work, WorkRun
+from penstock.bench.workbench import BenchSettings, ProbeSizes, Workbench
 from penstock.cli.bench import SHAPE_NAMES
 from penstock.engine.engine import Engine
 from penstock.models.spec import decoder_spec
@@ -43,9 +44,16 @@ SHAPE = SHAPES["qwen3-8b"] | {
 
 
 @pytest.fixture
-def bench():
-    settings = {"chunk_size": 32, "context": 1000, "memory": "4GiB", "threads": 1, "prefix_cache": False}
-    with random_engine(SHAPE, dtype="float32", **settings) as engine:
+def workbench():
+    settings = {"chunk_size": 32, "context": 1000, "memory": "4GiB", "prefix_cache": False}
+    asked = BenchSettings(model="a shape", dtype="float32", threads=1)
+    with Workbench(asked, ProbeSizes(), shape=SHAPE, **settings) as bench:
+        yield bench
+
+
+@pytest.fixture
+def bench(workbench):
+    with workbench.load() as engine:
         said = []
         bench = GpuBench(engine, SMALL, lambda name, value: said.append(name))
         bench.warm_up()
@@ -69,6 +77,14 @@ def test_every_part_gives_the_keys_that_peers_give(bench):
     assert found["offline"]["tout"] == sum(written for _, written in requests)
     assert found["offline"]["tok_s"] > 0
     assert {"prefill 64", "decode 4 at 32", "late steps", "offline"} <= set(said)
+
+
+def test_bytes_are_those_of_an_engine_for_each_prompt(workbench):
+    told = {}
+    found = bytes_against_plan(workbench, SMALL.prompt_lengths, SMALL, told.__setitem__)
+    assert list(found) == ["bytes_64", "bytes_200"]
+    assert found["bytes_200"]["planned"] > found["bytes_64"]["planned"] > 0
+    assert list(told) == ["bytes for 64", "bytes for 200"]
 
 
 H200 = Path(__file__).parents[2] / "benchmarks" / "h200"

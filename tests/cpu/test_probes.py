@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.bench.probes import PROBES, stalls
+from penstock.bench.work import SHAPES
 from penstock.bench.workbench import OWN, BenchSettings, ProbeSizes, Workbench
 from penstock.config import PrefillPriority
 
@@ -108,6 +109,21 @@ CHECKS = {
     "chat-growth": check_chat_growth,
     "reopen": check_reopen,
 }
+
+
+def test_an_engine_that_is_loaded_already_is_probed_and_stays_open(load):
+    engine = load()
+    with Workbench.over(engine, SIZES) as bench:
+        assert len(PROBES["warm-ttft"](bench).measure(OWN, "ttft_s", 20).samples) == 3 * SIZES.repeats
+        assert bench.prompt(50, "same") == bench.prompt(50, "same") != bench.prompt(50, "other")
+    assert engine.generate([1, 2, 3], max_tokens=2, ignore_eos=True).token_ids
+
+
+def test_random_weights_are_probed():
+    settings = BenchSettings(model="tiny", dtype="float32", threads=1)
+    with Workbench(settings, SIZES, shape=SHAPES["tiny"], memory="4GiB") as bench:
+        assert [measure.x for measure in PROBES["output-scaling"](bench).series(OWN, "write_s")] == [4, 40]
+    assert not hasattr(bench.engine, "model"), "it is closed with its workbench"
 
 
 def test_stalls_are_measured_under_every_priority_and_without_chunks(tiny):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from penstock.bench.limits import DeviceLimits, least_read_s, least_step_s, measured_limits
-from penstock.bench.random_model import random_engine
 from penstock.bench.work import CONTEXT, MAX_RUNNING, SHAPES, Mixed, Report, Work, WorkRun
-from penstock.bench.workbench import EngineSubject
+from penstock.bench.workbench import BenchSettings, EngineSubject, ProbeSizes, Workbench
 from penstock.config import GIB
 from penstock.engine.calibration import calibrate
 from penstock.engine.engine import Engine
@@ -148,20 +147,15 @@ def measure_gpu(
     import torch
 
     require_device("cuda", has_cuda=torch.cuda.is_available())
-    fixed = {"device": "cuda", "dtype": "bfloat16", "block_size": 64, "prefix_cache": False}
-    settings: dict[str, Any] = {**fixed, "context": CONTEXT, "max_running": MAX_RUNNING, **asked}
-
-    def load(**others: Any) -> Engine:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        now = settings | others
-        return random_engine(SHAPES[shape], **now) if model is None else Engine.load(model, **now)
-
+    settings = BenchSettings(model=model or shape, device="cuda", dtype="bfloat16")
+    fixed: dict[str, Any] = {"block_size": 64, "prefix_cache": False, "context": CONTEXT, "max_running": MAX_RUNNING}
+    workbench = Workbench(settings, ProbeSizes(), shape=None if model else SHAPES[shape], **(fixed | dict(asked)))
     before = measured_limits("cuda")
-    with load() as engine:
+    _forget_engines()
+    with workbench.load() as engine:
         report("engine up", f"{process_age_s():.1f} s after the process began")
-        work = Work.of_vocabulary(engine.model.spec.vocab_size)
+        spec = engine.model.spec
+        work = Work.of_vocabulary(spec.vocab_size)
         bench = GpuBench(engine, work, report)
         after_loading_s = bench.seconds([work.tokens(128, 0)], [1])
         first_token_s = process_age_s()
@@ -171,7 +165,6 @@ def measure_gpu(
         found = bench.run(parts.replace("b", ""), targets_ms)
         if with_profile:
             bench.profile()
-        spec = engine.model.spec
         facts = {
             "engine": "penstock",
             "lane": engine.model.lane.facts.id,
@@ -183,8 +176,7 @@ def measure_gpu(
     facts |= {"shape": shape} if model is None else {}
     peak_bytes = torch.cuda.max_memory_allocated()
     del engine, bench
-    gc.collect()
-    torch.cuda.empty_cache()
+    _forget_engines()
     limits = before.larger(measured_limits("cuda"))
     report(
         "limits", f"{limits.product_gflops / 1e3:.0f} TFLOP/s in products, {limits.read_gb_per_s / 1e3:.2f} TB/s read"
@@ -192,17 +184,16 @@ def measure_gpu(
     if isinstance(spec, DecoderSpec):
         found |= against_limits(spec, work, limits, found, report)
     if "b" in parts:
-        found |= bytes_against_plan(load, work.prompt_lengths[1:], work, report)
+        found |= bytes_against_plan(workbench, work.prompt_lengths[1:], work, report)
     return {**facts, "peak_bytes": peak_bytes, **found}
 
 
-def bytes_against_plan(
-    load: Callable[..., Engine], lengths: Iterable[int], work: Work, report: Report
-) -> dict[str, Any]:
+def bytes_against_plan(bench: Workbench, lengths: Iterable[int], work: Work, report: Report) -> dict[str, Any]:
     """Bytes of the card for one prompt of each length: as planned before it is read, and the most that were taken."""
     found = {}
     for length in lengths:
-        with load(context=length + 64, max_running=1) as engine:
+        _forget_engines()
+        with bench.load(context=length + 64, max_running=1) as engine:
             engine.warm_up()
             plan = engine.plan(length)
             planned = plan.peak_bytes - plan.runtime_bytes
@@ -213,3 +204,13 @@ def bytes_against_plan(
         gap = f"{planned / GIB:.2f} GiB planned, {taken / GIB:.2f} taken, {planned / taken - 1:+.1%}"
         report(f"bytes for {length}", gap)
     return found
+
+
+def _forget_engines() -> None:
+    """Gives back what engines that were closed took of the card; its peak begins anew."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()

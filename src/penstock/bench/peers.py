@@ -143,6 +143,8 @@ def peer_settings(
     llama_python: str | None = None,
 ) -> list[ReaderSettings]:
     """Each peer's ways: transformers in `dtypes`, in chunks and whole; llama.cpp in `formats` of a GGUF file."""
+    if not peers:
+        return []
     files = resolve(model)
     shared: Any = {"model": model, "threads": threads or num_physical_cores(), "device": device}
     shared["context"] = context

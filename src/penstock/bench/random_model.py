@@ -51,9 +51,9 @@ class RandomWeights:
         """Finds nothing: no file has them."""
 
 
-def random_engine(config: Mapping[str, Any], **settings: Any) -> Engine:
-    """Makes an engine; `config` is the config.json of a native architecture, and prompts are token ids."""
-    return Engine(_load(config, load_config(settings), num_words=1))
+def random_engine(model: Mapping[str, Any], **settings: Any) -> Engine:
+    """Makes an engine; `model` is the config.json of a native architecture, and prompts are token ids."""
+    return Engine(_load(model, load_config(settings), num_words=1))
 
 
 def load_shape(name: str, settings: EngineConfig) -> LoadedModel:

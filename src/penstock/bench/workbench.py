@@ -1,10 +1,10 @@
-"""`Workbench`: what measurements work with: one engine, seeded prompts, readers in fresh processes, and a yardstick."""
+"""`Workbench`: what measurements work with: engines, seeded prompts, readers in fresh processes, and a yardstick."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,12 @@ from penstock.bench.peers import Reader, ReaderSettings, peer_settings
 from penstock.bench.work import GREEDY, Streams
 from penstock.config import DEFAULT_MODEL
 from penstock.document import Document
+from penstock.engine.calibration import random_prompt
 from penstock.models.files import resolve
 from penstock.prompt.random_tokens import random_tokens
 from penstock.request import PrefillProgress, Token
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from penstock.engine.engine import Engine
     from penstock.request import Output
 
@@ -123,9 +122,8 @@ class EngineSubject:
 
 
 class Workbench:
-    """`trace`: where the steps of its engine are written. `llama_python`: an interpreter that has llama_cpp.
-
-    `loading`: settings of its engine beyond those of the measurement.
+    """`shape`: the config of engines with random weights, in place of a model. `llama_python`: an interpreter that has
+    llama_cpp. `loading`: settings of its engines beyond those of the measurement.
     """
 
     def __init__(
@@ -133,15 +131,24 @@ class Workbench:
         settings: BenchSettings,
         sizes: ProbeSizes,
         *,
-        trace: Path | None = None,
+        shape: Mapping[str, Any] | None = None,
         llama_python: str | None = None,
         **loading: Any,
     ) -> None:
         self.settings = settings
         self.sizes = sizes
-        self._loading = {"context": sizes.context, "trace": trace, **loading}
+        self._shape = shape
+        self._loading = {"context": sizes.context, **loading}
         self._llama_python = llama_python
+        self._has_files = shape is None
         self._stack = ExitStack()
+
+    @classmethod
+    def over(cls, engine: Engine, sizes: ProbeSizes | None = None) -> Workbench:
+        """Works with an engine that is loaded already, and stays open."""
+        bench = cls(BenchSettings(model=engine.model.name), sizes or ProbeSizes())
+        bench.engine, bench._has_files = engine, False
+        return bench
 
     def __enter__(self) -> Workbench:
         return self
@@ -152,16 +159,27 @@ class Workbench:
     @cached_property
     def engine(self) -> Engine:
         """Loaded when a probe first needs it, warm, and shared by all that measure times."""
+        engine = self._stack.enter_context(self.load())
+        engine.generate(random_prompt(engine, 64), max_tokens=4, ignore_eos=True)
+        return engine
+
+    def load(self, **others: Any) -> Engine:
+        """Loads an engine that has computed nothing yet; `others`: settings in place of those of the workbench."""
         from penstock.engine.engine import Engine
 
-        engine = Engine.load(**self.settings.model_dump(include=OF_ENGINE), **self._loading)
-        self._stack.enter_context(engine)
-        engine.generate(self.prompt(64, "warm"), max_tokens=4, ignore_eos=True)
-        return engine
+        settings: dict[str, Any] = {**self.settings.model_dump(include=OF_ENGINE), **self._loading, **others}
+        if self._shape is None:
+            return Engine.load(**settings)
+        from penstock.bench.random_model import random_engine
+
+        return random_engine(**settings | {"model": self._shape})
 
     def prompt(self, length: int, *key: object) -> list[int]:
         """Seeded tokens: equal keys give equal prompts, others share no prefix."""
-        return seeded_prompt(self.settings.model, length, self.settings.seed, *key)
+        key = (self.settings.seed, *key)
+        if self._has_files:
+            return seeded_prompt(self.settings.model, length, *key)
+        return random_prompt(self.engine, length, f"{length} {key}")
 
     def write(self, prompt: list[int], num_tokens: int = 1, *, chunk_size: int | None = None) -> Output:
         return self.engine.generate(prompt, max_tokens=num_tokens, ignore_eos=True, chunk_size=chunk_size)

@@ -38,7 +38,7 @@ def noting(observations: Observations) -> Callable[[StepPlan, StepResult], None]
     return lambda plan, result: observations.append((StepLoad.of(plan.chunks), result.elapsed_s))
 
 
-def random_prompt(engine: Engine, length: int, seed: int = 0) -> list[int]:
+def random_prompt(engine: Engine, length: int, seed: int | str = 0) -> list[int]:
     """Draws tokens of the model's vocabulary, but for the one that stands for an image."""
     return random_tokens(length, seed, end=engine.model.spec.vocab_size, never=engine.model.lane.placeholder)
 
