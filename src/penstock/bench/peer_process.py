@@ -65,15 +65,17 @@ class Penstock(PeerAdapter):
 
     def write_together(self, prompts: list[list[int]], num_tokens: int) -> float:
         """Seconds for `num_tokens` of each stream, after all prompts were read."""
-        from penstock.bench.workbench import EngineSubject
-
-        return EngineSubject(self._engine).write_together(prompts, num_tokens)[1]
+        return self._subject().write_together(prompts, num_tokens)[1]
 
     def losses(self, text: str, num_tokens: int) -> list[float]:
-        """Tells the loss of each token of a text in nats. Chunks are so small that codes stay codes."""
+        """Tells the loss of each token of a text. Chunks are so small that codes stay codes."""
         tokens = self._engine.tokenizer.encode(text, add_special_tokens=True)[:num_tokens]
-        found = self._engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=32).prompt_logprobs
-        return [-entry.logprob for entry in found or () if entry is not None]
+        return self._subject().losses(tokens, chunk_size=32)
+
+    def _subject(self) -> Any:
+        from penstock.bench.workbench import EngineSubject
+
+        return EngineSubject(self._engine)
 
 
 class Transformers(PeerAdapter):

@@ -114,6 +114,11 @@ class EngineSubject:
         self.abort(streams.ids)
         return found
 
+    def losses(self, tokens: list[int], chunk_size: int) -> list[float]:
+        """Tells the loss of each token but the first in nats."""
+        found = self.engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=chunk_size).prompt_logprobs
+        return [-entry.logprob for entry in found or () if entry is not None]
+
     def abort(self, ids: Sequence[int]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
@@ -162,6 +167,10 @@ class Workbench:
         engine = self._stack.enter_context(self.load())
         engine.generate(random_prompt(engine, 64), max_tokens=4, ignore_eos=True)
         return engine
+
+    @cached_property
+    def subject(self) -> EngineSubject:
+        return EngineSubject(self.engine)
 
     def load(self, **others: Any) -> Engine:
         """Loads an engine that has computed nothing yet; `others`: settings in place of those of the workbench."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from penstock.bench.workbench import EngineSubject
+from penstock.bench.workbench import Workbench
 from penstock.config import EngineConfig, written_budget
 from penstock.doctor.advice import CONTEXT, NUM_STREAMS, SIZES, latency_target_ms, nearly_fastest
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem, refused
 from penstock.document import Document
-from penstock.engine.calibration import Observations, noting, random_prompt
+from penstock.engine.calibration import Observations, noting
 from penstock.engine.engine import Engine
 from penstock.engine.loading import load_model
 from penstock.errors import PenstockError
@@ -19,7 +19,6 @@ from penstock.schedule.budget import StepCost, StepLoad
 MAX_SECONDS = 20.0
 READING_SHARE = 0.6
 NUM_WRITTEN = 12
-NEW = 100  # a seed that no prompt before had: nothing of it comes from the prefix cache
 PROMPT_TOKENS = 2048
 MARGIN = 1.1  # of memory, as the prediction is held to
 # Mean difference of log-probabilities by which chunks may differ from the whole prompt: rounding.
@@ -75,24 +74,24 @@ def _obstacle(engine: Engine) -> Diagnosis | None:
 
 def measured(engine: Engine, *, load_s: float, most_seconds: float = MAX_SECONDS) -> Speed:
     began = time.perf_counter()
-    observations: Observations = []
-    engine.generate(random_prompt(engine, 8), max_tokens=2, ignore_eos=True)  # first uses compile and cache
-    prompt = random_prompt(engine, min(PROMPT_TOKENS, engine.scheduler.capacity // 2), NEW)
-    with engine.limits(watch=noting(observations)) as budget:
-        ceiling = budget.ceiling
+    bench, observations = Workbench.over(engine), Observations()
+    bench.write(bench.prompt(8, "warm"), 2)  # first uses compile and cache
+    prompt = bench.prompt(min(PROMPT_TOKENS, engine.scheduler.capacity // 2), "speed")
+    with engine.limits(watch=noting(observations)):
         sizes = _read(engine, prompt, observations, began + READING_SHARE * most_seconds)
-        budget.ceiling = ceiling
         context = min(CONTEXT, sum(sizes)) if engine.scheduler.prefix is not None else min(16, len(prompt))
-        alone = _write(engine, [prompt[:context]], began + 0.8 * most_seconds)
-        together = _write(engine, [prompt[:context]] * NUM_STREAMS, began + most_seconds)
+        alone, together = (
+            bench.subject.write_together([prompt[:context]] * count, NUM_WRITTEN, spare=2, until=began + until)
+            for count, until in ((1, 0.8 * most_seconds), (NUM_STREAMS, most_seconds))
+        )
     cost = StepCost.fitted(observations)
     rates = {size: size / max(1e-9, cost.predict(StepLoad().with_chunk(CONTEXT, size))) for size in sizes}
     return Speed(
         load_s=round(load_s, 1),
         measured_s=round(time.perf_counter() - began, 1),
         read_tokens_per_s={size: round(rate, 1) for size, rate in rates.items()},
-        write_tokens_per_s=round(alone, 1),
-        write_tokens_per_s_of_4=round(together, 1),
+        write_tokens_per_s=round(alone[0] / alone[1], 1),
+        write_tokens_per_s_of_4=round(together[0] / together[1], 1),
         recommended=recommend(engine, cost, rates, context),
     )
 
@@ -115,25 +114,20 @@ def recommend(engine: Engine, cost: StepCost, rates: Mapping[int, float], contex
 
 def _read(engine: Engine, prompt: list[int], observations: Observations, until: float) -> list[int]:
     """The chunk sizes that were read: larger ones as long as there is time, memory and prompt for them."""
-    scheduler = engine.scheduler
     request_id = engine.submit(prompt, max_tokens=1)
     sizes: list[int] = []
-    for size in SIZES:
-        is_slow = bool(sizes) and size * observations[-1][1] / sizes[-1] > until - time.perf_counter()
-        if is_slow or len(prompt) - sum(sizes) < size:
-            break
-        scheduler.budget.ceiling = size
-        engine.step()
-        if observations[-1][0].num_tokens < size:
-            break  # as much as memory allows
-        sizes.append(size)
+    with engine.limits() as budget:
+        for size in SIZES:
+            is_slow = bool(sizes) and size * observations[-1][1] / sizes[-1] > until - time.perf_counter()
+            if is_slow or len(prompt) - sum(sizes) < size:
+                break
+            budget.ceiling = size
+            engine.step()
+            if observations[-1][0].num_tokens < size:
+                break  # as much as memory allows
+            sizes.append(size)
     engine.abort(request_id)
     return sizes
-
-
-def _write(engine: Engine, prompts: list[list[int]], until: float) -> float:
-    num_tokens, seconds = EngineSubject(engine).write_together(prompts, NUM_WRITTEN, spare=2, until=until)
-    return num_tokens / seconds
 
 
 def diagnose_exactness(engine: Engine) -> Diagnosis:
@@ -150,15 +144,10 @@ def diagnose_exactness(engine: Engine) -> Diagnosis:
 
 
 def _difference(engine: Engine, seed: int) -> float:
-    tokens = random_prompt(engine, CHECKED_TOKENS, seed)
-    whole, chunked = (
-        engine.generate(tokens, max_tokens=1, prompt_logprobs=0, chunk_size=size).prompt_logprobs
-        for size in (0, CHECKED_CHUNK)
-    )
-    assert whole is not None
-    assert chunked is not None
-    pairs = [(one, other) for one, other in zip(whole, chunked, strict=True) if one is not None and other is not None]
-    return sum(abs(one.logprob - other.logprob) for one, other in pairs) / len(pairs)
+    bench = Workbench.over(engine)
+    tokens = bench.prompt(CHECKED_TOKENS, seed)
+    whole, chunked = (bench.subject.losses(tokens, size) for size in (0, CHECKED_CHUNK))
+    return sum(abs(one - other) for one, other in zip(whole, chunked, strict=True)) / len(whole)
 
 
 def _told(speed: Speed) -> Iterator[Diagnosis]:
