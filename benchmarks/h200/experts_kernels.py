@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from replays import replayed_us
 
 from penstock.models import cuda_experts
 from penstock.models.cuda_experts import ProductTile, Routed, Sorted, tile_shapes
@@ -96,30 +97,6 @@ def routings(experts: Experts, num_tokens: int) -> list[Inputs]:
         routed = Routed(experts_TA=chosen.int(), weights_TA=weights)
         found.append(Inputs(x_TM=x_TM, routed=routed, num_read=len(chosen.unique())))
     return found
-
-
-def microseconds(run: Callable[[int], object]) -> float:
-    """Of one call, the least of a few replays; `run` is given the number of a routing."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for index in range(NUM_ROUTINGS):
-            run(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(NUM_ROUTINGS):
-            run(index)
-    graph.replay()
-    times = []
-    for _ in range(NUM_REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / NUM_ROUTINGS)
-    return min(times)
 
 
 def tile(outs: int, columns: int, warps: int, stages: int) -> ProductTile:
@@ -276,7 +253,7 @@ class Sweep:
         if time.monotonic() > self.deadline:
             return
         try:
-            us = microseconds(run)
+            us = min(replayed_us(run, num_calls=NUM_ROUTINGS, num_replays=NUM_REPLAYS))
         except Exception as error:  # a tile that does not fit or compile is left out, and the others go on
             torch.cuda.synchronize()
             print(f"{self.name} {self.num_tokens:>5} {kernel:<22} {_short(shape)}: {str(error)[:100]!r}", flush=True)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from replays import replayed_us
 
 from penstock.attention.backend import ForwardInputs
 from penstock.attention.chunk_tables import ChunkTables
@@ -105,26 +107,7 @@ def inputs_of(counts: tuple[int, ...], tables: ChunkTables | None = None) -> For
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Of one call, the median of a few replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(4):
-            run()
-    times = []
-    for _ in range(NUM_REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / 4)
-    return sorted(times)[len(times) // 2]
+    return statistics.median_high(replayed_us(lambda _: run(), num_calls=4, num_replays=NUM_REPLAYS))
 
 
 class Parts:
