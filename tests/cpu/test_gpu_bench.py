@@ -15,7 +15,7 @@ from penstock.bench.gpu import GpuBench, against_limits, bytes_against_plan
 from penstock.bench.limits import DeviceLimits, _num_pairs, least_read_s, least_step_s
 from penstock.bench.random_model import random_engine, random_transformers_model, save_model
 from penstock.bench.work import SHAPES, Mixed, Work, WorkRun
-from penstock.bench.workbench import BenchSettings, ProbeSizes, Workbench
+from penstock.bench.workbench import BenchSettings, Workbench
 from penstock.cli.bench import SHAPE_NAMES
 from penstock.engine.engine import Engine
 from penstock.models.spec import decoder_spec
@@ -47,7 +47,7 @@ SHAPE = SHAPES["qwen3-8b"] | {
 def workbench():
     settings = {"chunk_size": 32, "context": 1000, "memory": "4GiB", "prefix_cache": False}
     asked = BenchSettings(model="a shape", dtype="float32", threads=1)
-    with Workbench(asked, ProbeSizes(), shape=SHAPE, **settings) as bench:
+    with Workbench(asked, shape=SHAPE, **settings) as bench:
         yield bench
 
 

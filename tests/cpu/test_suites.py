@@ -80,7 +80,7 @@ def test_the_same_times_again_are_not_flagged(settings, clock):
     with Workbench(settings, SIZES) as bench:
         clock.counts(bench.engine._runner.lane)
         before = run_suite("prompt-scaling", bench)
-        bench.forget_prefixes()
+        bench.engine.forget_prefixes()
         report = compare_twice(before, run_suite("prompt-scaling", bench), bench)
     assert not report.is_worse
     assert report.comparison.flagged == []

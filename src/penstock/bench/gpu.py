@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.bench.limits import DeviceLimits, least_read_s, least_step_s, measured_limits
 from penstock.bench.work import CONTEXT, MAX_RUNNING, SHAPES, Mixed, Report, Work, WorkRun
-from penstock.bench.workbench import BenchSettings, EngineSubject, ProbeSizes, Workbench
+from penstock.bench.workbench import BenchSettings, EngineSubject, Workbench
 from penstock.config import GIB
 from penstock.engine.calibration import calibrate
 from penstock.engine.engine import Engine
@@ -149,7 +149,7 @@ def measure_gpu(
     require_device("cuda", has_cuda=torch.cuda.is_available())
     settings = BenchSettings(model=model or shape, device="cuda", dtype="bfloat16")
     fixed: dict[str, Any] = {"block_size": 64, "prefix_cache": False, "context": CONTEXT, "max_running": MAX_RUNNING}
-    workbench = Workbench(settings, ProbeSizes(), shape=None if model else SHAPES[shape], **(fixed | dict(asked)))
+    workbench = Workbench(settings, shape=None if model else SHAPES[shape], **(fixed | dict(asked)))
     before = measured_limits("cuda")
     _forget_engines()
     with workbench.load() as engine:

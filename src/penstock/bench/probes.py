@@ -214,7 +214,7 @@ def concurrency(measuring: Measuring) -> None:
                     measuring.note(name, "gap_s", gap_s)
                 measuring.note(name, "longest_gap_s", beside.gap_s(1.0))
                 measuring.note(name, "ttft_s", beside.seconds)
-                bench.forget_prefixes()
+                bench.engine.forget_prefixes()
 
 
 @probe("chat-growth", axis="turn")
@@ -223,7 +223,7 @@ def chat_growth(measuring: Measuring) -> None:
     bench, sizes = measuring.bench, measuring.bench.sizes
     for index in measuring.rounds():
         for name, keeps_prefixes in (("prefix kept", True), ("read again", False)):
-            bench.forget_prefixes()
+            bench.engine.forget_prefixes()
             conversation: list[int] = []
             for turn in range(1, sizes.num_turns + 1):
                 conversation += bench.prompt(sizes.turn_tokens, "turn", turn, index)
@@ -232,7 +232,7 @@ def chat_growth(measuring: Measuring) -> None:
                 measuring.note(name, "unread_tokens", len(conversation) - output.num_cached_tokens, turn)
                 conversation += output.token_ids
                 if not keeps_prefixes:
-                    bench.forget_prefixes()
+                    bench.engine.forget_prefixes()
 
 
 @probe("reopen", axis="prompt tokens")
@@ -241,9 +241,9 @@ def reopen(measuring: Measuring) -> None:
     bench, length = measuring.bench, measuring.bench.sizes.reopen_tokens
     for index in measuring.rounds():
         prompt = bench.prompt(length, "reopen", index)
-        bench.forget_prefixes()
+        bench.engine.forget_prefixes()
         measuring.note("new", "ttft_s", _ttft_s(bench.write(prompt)), length)
-        bench.forget_prefixes()
+        bench.engine.forget_prefixes()
         _cancel_half_way(bench, prompt)
         again = bench.write(prompt)
         measuring.note("after a cancel", "ttft_s", _ttft_s(again), length)
@@ -297,14 +297,16 @@ def stalls(settings: BenchSettings, sizes: ProbeSizes, most_seconds: float) -> I
 
 def _beside(bench: Workbench, most_seconds: float, *key: int) -> tuple[Beside, int]:
     """What the streams saw, and how much of the long prompt was read."""
-    subject = bench.subject
+    subject, engine = bench.subject, bench.engine
     prompts = [bench.prompt(STREAM_CONTEXT, "stream", n, *key) for n in range(bench.sizes.num_streams)]
-    streams = Streams(subject, prompts, min(MAX_WRITTEN, bench.engine.scheduler.capacity - STREAM_CONTEXT))
+    streams = Streams(subject, prompts, min(MAX_WRITTEN, engine.scheduler.capacity - STREAM_CONTEXT))
     streams.run_quietly(NUM_QUIET_STEPS)
     long_prompt = bench.prompt(bench.sizes.beside_tokens, "beside", *key)
     beside = streams.read_beside(long_prompt, most_seconds=most_seconds)
+    unread = engine.scheduler.sequences.get(beside.request)  # None: its only token is written
+    num_read = len(long_prompt) if unread is None else unread.num_computed
     subject.abort([*streams.ids, beside.request])
-    return beside, subject.num_read.get(beside.request, 0)
+    return beside, num_read
 
 
 def _cancel_half_way(bench: Workbench, prompt: list[int]) -> None:

@@ -16,7 +16,7 @@ from penstock.document import Document
 from penstock.engine.calibration import random_prompt
 from penstock.models.files import resolve
 from penstock.prompt.random_tokens import random_tokens
-from penstock.request import PrefillProgress, Token
+from penstock.request import Token
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -77,11 +77,10 @@ def seeded_prompt(model: str, length: int, *key: object) -> list[int]:
 
 
 class EngineSubject:
-    """Our engine, as the fixed work sees any engine; how much of each prompt was read as well."""
+    """Our engine, as the fixed work sees any engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.num_read: dict[int, int] = {}
         self.sampling = GREEDY
 
     @property
@@ -93,17 +92,12 @@ class EngineSubject:
         return self.engine.submit(prompt, max_tokens=num_tokens, ignore_eos=True, temperature=temperature, top_p=top_p)
 
     def step(self) -> list[int]:
-        events = self.engine.step()
-        self.num_read |= {
-            event.request_id: event.num_computed for event in events if isinstance(event, PrefillProgress)
-        }
-        return [event.request_id for event in events if isinstance(event, Token)]
+        return [event.request_id for event in self.engine.step() if isinstance(event, Token)]
 
     def run(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> None:
         for prompt, count in zip(prompts, num_tokens, strict=True):
             self.submit(prompt, count)
-        while self.engine.has_work:
-            self.engine.step()
+        self.abort(())
 
     def write_together(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, spare: int = 256, until: float = math.inf
@@ -120,6 +114,7 @@ class EngineSubject:
         return [-entry.logprob for entry in found or () if entry is not None]
 
     def abort(self, ids: Sequence[int]) -> None:
+        """Ends these, and runs the others to their end."""
         for request_id in ids:
             self.engine.abort(request_id)
         while self.engine.has_work:
@@ -134,16 +129,16 @@ class Workbench:
     def __init__(
         self,
         settings: BenchSettings,
-        sizes: ProbeSizes,
+        sizes: ProbeSizes | None = None,
         *,
         shape: Mapping[str, Any] | None = None,
         llama_python: str | None = None,
         **loading: Any,
     ) -> None:
         self.settings = settings
-        self.sizes = sizes
+        self.sizes = sizes or ProbeSizes()
         self._shape = shape
-        self._loading = {"context": sizes.context, **loading}
+        self._loading = {"context": self.sizes.context, **loading}
         self._llama_python = llama_python
         self._has_files = shape is None
         self._stack = ExitStack()
@@ -151,7 +146,7 @@ class Workbench:
     @classmethod
     def over(cls, engine: Engine, sizes: ProbeSizes | None = None) -> Workbench:
         """Works with an engine that is loaded already, and stays open."""
-        bench = cls(BenchSettings(model=engine.model.name), sizes or ProbeSizes())
+        bench = cls(BenchSettings(model=engine.model.name), sizes)
         bench.engine, bench._has_files = engine, False
         return bench
 
@@ -192,9 +187,6 @@ class Workbench:
 
     def write(self, prompt: list[int], num_tokens: int = 1, *, chunk_size: int | None = None) -> Output:
         return self.engine.generate(prompt, max_tokens=num_tokens, ignore_eos=True, chunk_size=chunk_size)
-
-    def forget_prefixes(self) -> None:
-        self.engine.forget_prefixes()
 
     def yardstick(self) -> float:
         """Seconds of fixed work, so that a machine that others slow down is told from code that became slow.
