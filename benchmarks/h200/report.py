@@ -19,6 +19,7 @@ from typing import Any
 from penstock.bench.gpu import against_limits
 from penstock.bench.limits import DeviceLimits
 from penstock.bench.work import SHAPES, Work
+from penstock.models.quantization import Quantization
 from penstock.models.spec import decoder_spec
 
 HERE = Path(__file__).parent
@@ -165,8 +166,10 @@ def _least_s(shape: str, ours: dict[str, Any]) -> dict[str, float]:
     """What the rows would take at limits that were measured in the same sitting, by a run of other rows."""
     if "limits" not in ours:
         return {}
-    spec, work = decoder_spec(SHAPES[shape]), Work.of_vocabulary(SHAPES[shape]["vocab_size"])
-    return against_limits(spec, work, DeviceLimits(**ours["limits"]), ours, lambda *_: None)["least_s"]
+    config, limits = SHAPES[shape], DeviceLimits(**ours["limits"])
+    codes = Quantization(asked=None, stored={}, columns={}, on_card=True) if "quantization_config" in config else None
+    work = Work.of_vocabulary(config["vocab_size"])
+    return against_limits(decoder_spec(config), work, limits, ours, lambda *_: None, codes)["least_s"]
 
 
 def _limit(least_s: float | None, *seconds: float) -> str:

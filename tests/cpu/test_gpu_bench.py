@@ -209,6 +209,17 @@ def test_rows_are_held_against_the_limits():
     assert told["tpot_4_32 at the limits"].endswith("it reached 25.0%")
 
 
+def test_experts_in_codes_are_held_against_the_bytes_of_their_codes():
+    """What one H200 took for 8 answers of gpt-oss-20b at 1k, and the limits of the same card."""
+    ours = {"limits": {"product_gflops": 796_655, "read_gb_per_s": 4285}, "tpot_8_1024": 3.039e-3}
+    (least_s,) = program(H200 / "report.py", "h200_report")._least_s("gpt-oss-20b", ours).values()
+    assert 0.5 * ours["tpot_8_1024"] < least_s < ours["tpot_8_1024"]
+    in_values = against_limits(
+        decoder_spec(SHAPES["gpt-oss-20b"]), Work(), DeviceLimits(**ours["limits"]), ours, lambda *_: None
+    )
+    assert in_values["least_s"]["tpot_8_1024"] > 2 * ours["tpot_8_1024"]
+
+
 def test_a_step_reads_every_weight_but_the_embeddings_and_all_keys_and_values():
     model = random_transformers_model(SHAPE, "cpu")
     weights = sum(parameter.numel() for parameter in model.parameters()) - SHAPE["vocab_size"] * SHAPE["hidden_size"]

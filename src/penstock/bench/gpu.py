@@ -15,6 +15,7 @@ from penstock.config import GIB
 from penstock.engine.calibration import calibrate
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidSetting
+from penstock.models.quantization import Quantization, quantization_of
 from penstock.models.spec import DecoderSpec
 from penstock.plan.devices import require_device
 from penstock.plan.machine import process_age_s
@@ -118,12 +119,18 @@ class GpuBench(WorkRun):
 
 
 def against_limits(
-    spec: DecoderSpec, work: Work, limits: DeviceLimits, found: Mapping[str, Any], report: Report
+    spec: DecoderSpec,
+    work: Work,
+    limits: DeviceLimits,
+    found: Mapping[str, Any],
+    report: Report,
+    quantization: Quantization | None = None,
 ) -> dict[str, Any]:
     """Says what each row that was measured would take at the limits; one that took less shows a limit to be wrong."""
-    least_s = {f"prefill_{length}": least_read_s(spec, length, limits) for length in work.prompt_lengths}
+    given = limits, quantization
+    least_s = {f"prefill_{length}": least_read_s(spec, length, *given) for length in work.prompt_lengths}
     least_s |= {
-        f"tpot_{size}_{context}": least_step_s(spec, [context] * size, limits) for size, context in work.batches
+        f"tpot_{size}_{context}": least_step_s(spec, [context] * size, *given) for size, context in work.batches
     }
     least_s = {key: seconds for key, seconds in least_s.items() if key in found}
     for key, seconds in least_s.items():
@@ -154,7 +161,7 @@ def measure_gpu(
     _forget_engines()
     with workbench.load() as engine:
         report("engine up", f"{process_age_s():.1f} s after the process began")
-        spec = engine.model.spec
+        spec, quantization = engine.model.spec, quantization_of(engine.model.files, engine.model.quantize, "cuda")
         work = Work.of_vocabulary(spec.vocab_size)
         bench = GpuBench(engine, work, report)
         after_loading_s = bench.seconds([work.tokens(128, 0)], [1])
@@ -182,7 +189,7 @@ def measure_gpu(
         "limits", f"{limits.product_gflops / 1e3:.0f} TFLOP/s in products, {limits.read_gb_per_s / 1e3:.2f} TB/s read"
     )
     if isinstance(spec, DecoderSpec):
-        found |= against_limits(spec, work, limits, found, report)
+        found |= against_limits(spec, work, limits, found, report, quantization)
     if "b" in parts:
         found |= bytes_against_plan(workbench, work.prompt_lengths[1:], work, report)
     return {**facts, "peak_bytes": peak_bytes, **found}

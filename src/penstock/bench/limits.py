@@ -74,9 +74,11 @@ def _fastest_s(function: Callable[[], object]) -> float:
     return min(end - start for start, end in pairwise(ends))
 
 
-def least_read_s(spec: DecoderSpec, num_tokens: int, limits: DeviceLimits) -> float:
+def least_read_s(
+    spec: DecoderSpec, num_tokens: int, limits: DeviceLimits, quantization: Quantization | None = None
+) -> float:
     """Tells the least time for a prompt: nothing but its products, or nothing but reading the weights once."""
-    read_s = least_step_s(spec, [0] * num_tokens, limits)
+    read_s = least_step_s(spec, [0] * num_tokens, limits, quantization)
     return max(least_product_s(spec, num_tokens, limits), read_s)
 
 
