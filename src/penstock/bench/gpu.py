@@ -72,21 +72,19 @@ class GpuBench(WorkRun):
 
     def _beside_decodes_within(self, target_ms: float) -> Mixed:
         """Reads a prompt beside decodes with nothing named but a latency target."""
-        sizes: list[int] = []
-        slowest: list[tuple[float, float, int]] = []  # (measured over predicted seconds, measured, tokens)
+        steps: list[tuple[float, float, int]] = []  # (measured over predicted seconds, measured, tokens)
 
         def watch(plan: StepPlan, result: StepResult) -> None:
-            sizes.append(plan.num_tokens)
-            slowest.append((result.elapsed_s / max(plan.predicted_s, 1e-9), result.elapsed_s, plan.num_tokens))
+            steps.append((result.elapsed_s / max(plan.predicted_s, 1e-9), result.elapsed_s, plan.num_tokens))
 
         cost = self.engine.scheduler.budget.cost = self.engine.scheduler.budget.cost or calibrate(self.engine)
         self.report("target", f"{target_ms:g} ms, cost {[f'{value:.2e}' for value in cost.coefficients]}")
         with self.engine.limits(watch=watch) as budget:
             budget.target_s = target_ms / 1e3
             found = self.beside_decodes()
-        wide = [size for size in sizes if size > self.work.num_decoders]
+        wide = [count for *_, count in steps if count > self.work.num_decoders]
         self.report("tokens of its steps", wide[self.work.num_decoders // 4 :: 12])
-        worst = sorted(slowest, reverse=True)[:8]
+        worst = sorted(steps, reverse=True)[:8]
         self.report("late steps", [f"{late:.2f} x, {s * 1e3:.1f} ms, {count} tokens" for late, s, count in worst])
         return found
 

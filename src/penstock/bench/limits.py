@@ -45,14 +45,7 @@ def measured_limits(device: str) -> DeviceLimits:
     import torch
 
     is_card = device == "cuda"
-
-    def seconds(work: Callable[[], object]) -> float:
-        def waited() -> None:
-            work()
-            torch.cuda.synchronize()
-
-        return _fastest_s(waited if is_card else work)
-
+    seconds = partial(_fastest_s, torch.cuda.synchronize if is_card else lambda: None)
     products = []
     for num_rows, num_inputs, num_outputs in ON_CARD if is_card else ON_PROCESSOR:
         rows, matrix = (torch.randn(length, num_inputs, device=device).bfloat16() for length in (num_rows, num_outputs))
@@ -65,11 +58,13 @@ def measured_limits(device: str) -> DeviceLimits:
     return DeviceLimits(product_gflops=max(products) / 1e9, read_gb_per_s=read / 1e9)
 
 
-def _fastest_s(function: Callable[[], object]) -> float:
+def _fastest_s(wait: Callable[[], object], work: Callable[[], object]) -> float:
+    """Times the work to the end of a wait for the device, over and over."""
     began = time.perf_counter()
     ends = [began]
     while ends[-1] - began < LIMIT_S:
-        function()
+        work()
+        wait()
         ends.append(time.perf_counter())
     return min(end - start for start, end in pairwise(ends))
 

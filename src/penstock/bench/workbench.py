@@ -169,14 +169,11 @@ class Workbench:
 
     def load(self, **others: Any) -> Engine:
         """Loads an engine that has computed nothing yet; `others`: settings in place of those of the workbench."""
+        from penstock.bench.random_model import random_engine
         from penstock.engine.engine import Engine
 
         settings: dict[str, Any] = {**self.settings.model_dump(include=OF_ENGINE), **self._loading, **others}
-        if self._shape is None:
-            return Engine.load(**settings)
-        from penstock.bench.random_model import random_engine
-
-        return random_engine(**settings | {"model": self._shape})
+        return Engine.load(**settings) if self._shape is None else random_engine(**settings | {"model": self._shape})
 
     def prompt(self, length: int, *key: object) -> list[int]:
         """Seeded tokens: equal keys give equal prompts, others share no prefix."""
