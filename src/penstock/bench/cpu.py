@@ -151,10 +151,12 @@ class CpuBench(Workbench):
         self._qualities: list[QualityRow] = []
 
     def run(self, parts: Iterable[str]) -> CpuReport:
+        lengths = self.sizes.prompt_lengths
         every: dict[str, Callable[[], None]] = {
-            "reading": lambda: self._by_length("reading", self.sizes.prompt_lengths, _reads),
+            "reading": lambda: self._by_length("reading", lengths, _reads),
             "chunks": self._chunks,
-            "writing": self._writing,
+            # After prompts whose reading is not counted.
+            "writing": lambda: self._by_length("writing", {min(n, LONGEST_CONTEXT) for n in lengths}, _writes),
             "streams": self._streams,
             "memory": self._memory,
             "quality": self._quality,
@@ -178,10 +180,6 @@ class CpuBench(Workbench):
             text_sha256=hashlib.sha256(_text().encode()).hexdigest(),
         )
         return judged(report, limits.larger(self._measure_limits()))
-
-    def _writing(self) -> None:
-        """Measures writing after prompts whose reading is not counted."""
-        self._by_length("writing", {min(length, LONGEST_CONTEXT) for length in self.sizes.prompt_lengths}, _writes)
 
     def _chunks(self) -> None:
         with self.warm(self._own(self.context + 64)[:1]) as (reader,):

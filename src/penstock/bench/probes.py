@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock.bench.peers import Reader, ReaderSettings
 from penstock.bench.samples import Measure, ProbeResult
 from penstock.bench.work import Beside, Streams
-from penstock.bench.workbench import OWN, BenchSettings, ProbeSizes, Workbench
+from penstock.bench.workbench import OWN, BenchSettings, EngineSubject, ProbeSizes, Workbench
 from penstock.config import PrefillPriority
 from penstock.errors import PenstockError
 from penstock.request import Output
@@ -297,7 +297,7 @@ def stalls(settings: BenchSettings, sizes: ProbeSizes, most_seconds: float) -> I
 
 def _beside(bench: Workbench, most_seconds: float, *key: int) -> tuple[Beside, int]:
     """What the streams saw, and how much of the long prompt was read."""
-    subject, engine = bench.subject, bench.engine
+    subject, engine = EngineSubject(bench.engine), bench.engine
     prompts = [bench.prompt(STREAM_CONTEXT, "stream", n, *key) for n in range(bench.sizes.num_streams)]
     streams = Streams(subject, prompts, min(MAX_WRITTEN, engine.scheduler.capacity - STREAM_CONTEXT))
     streams.run_quietly(NUM_QUIET_STEPS)

@@ -163,10 +163,6 @@ class Workbench:
         engine.generate(random_prompt(engine, 64), max_tokens=4, ignore_eos=True)
         return engine
 
-    @cached_property
-    def subject(self) -> EngineSubject:
-        return EngineSubject(self.engine)
-
     def load(self, **others: Any) -> Engine:
         """Loads an engine that has computed nothing yet; `others`: settings in place of those of the workbench."""
         from penstock.bench.random_model import random_engine

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from statistics import fmean, median
 
-from penstock.bench.workbench import Workbench
+from penstock.bench.workbench import EngineSubject, Workbench
 from penstock.config import EngineConfig, written_budget
 from penstock.doctor.advice import CONTEXT, NUM_STREAMS, SIZES, latency_target_ms, nearly_fastest
 from penstock.doctor.diagnosis import Diagnosis, good, note, problem, refused
@@ -82,7 +82,7 @@ def measured(engine: Engine, *, load_s: float, most_seconds: float = MAX_SECONDS
         sizes = _read(engine, prompt, observations, began + READING_SHARE * most_seconds)
         context = min(CONTEXT, sum(sizes)) if engine.scheduler.prefix is not None else min(16, len(prompt))
         alone, together = (
-            bench.subject.write_together([prompt[:context]] * count, NUM_WRITTEN, spare=2, until=began + until)
+            EngineSubject(engine).write_together([prompt[:context]] * count, NUM_WRITTEN, spare=2, until=began + until)
             for count, until in ((1, 0.8 * most_seconds), (NUM_STREAMS, most_seconds))
         )
     cost = StepCost.fitted(observations)
@@ -136,7 +136,7 @@ def diagnose_exactness(engine: Engine) -> Diagnosis:
     bench, found = Workbench.over(engine), list[float]()
     for seed in range(3):
         tokens = bench.prompt(CHECKED_TOKENS, seed)
-        whole, chunked = (bench.subject.losses(tokens, size) for size in (0, CHECKED_CHUNK))
+        whole, chunked = (EngineSubject(engine).losses(tokens, size) for size in (0, CHECKED_CHUNK))
         found.append(fmean(abs(one - other) for one, other in zip(whole, chunked, strict=True)))
     limit, middle = ROUNDING[engine.model.dtype], median(found)
     finding = (
