@@ -85,3 +85,12 @@ ROOT = {"$defs": {"thing": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}
 )
 def test_a_bare_value_has_the_type_that_its_schema_asks_for(text, schema, value):
     assert json.loads(typed(text, types_of(schema, ROOT))) == value
+
+
+def test_types_of_definitions_that_name_each_other_are_found_once():
+    names = [f"d{index}" for index in range(60)]
+    following = [{"$ref": f"#/$defs/{name}"} for name in [*names[1:], "d0"]]
+    root = {
+        "$defs": {name: {"anyOf": [one, one, {"type": "null"}]} for name, one in zip(names, following, strict=True)}
+    }
+    assert types_of({"$ref": "#/$defs/d0"}, root) == {"null"}

@@ -156,18 +156,20 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
     return {**target, **others} if isinstance(target, Mapping) else schema
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Lists the types that a schema within another names; none where it says nothing."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+def types_of(schema: Any, root: Mapping[str, Any], seen: set[str] | None = None) -> frozenset[str]:
+    """Lists the types that a schema within another names; none where it says nothing. `seen`: references so far."""
+    seen = set() if seen is None else seen
+    if not isinstance(schema, Mapping) or len(seen) > MAX_DEPTH:
         return frozenset()
     named = schema.get("type")
     found = {named} if isinstance(named, str) else {one for one in named or () if isinstance(one, str)}
     for value in schema.get("enum") or ([schema["const"]] if "const" in schema else ()):
         found.add(next((name for name, kinds in TYPES.items() if type(value) in kinds), "string"))
     inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
-    if (target := resolved(schema, root)) is not schema:
+    if (target := resolved(schema, root)) is not schema and schema["$ref"] not in seen:
+        seen.add(schema["$ref"])
         inner.append(target)
-    return frozenset(found).union(*(types_of(one, root, depth + 1) for one in inner))
+    return frozenset(found).union(*(types_of(one, root, seen) for one in inner))
 
 
 def typed(text: str, types: Collection[str]) -> str:
