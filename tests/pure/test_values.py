@@ -33,6 +33,7 @@ def read(make, text):
         ),
         (r"a='it\'s\n\x41\u00e9 \d', b='')", {"a": "it's\nAé \\d", "b": ""}),
         ('a="""two\n"lines" """)', {"a": 'two\n"lines" '}),
+        ("user-id=1, a.b='x')", {"user-id": 1, "a.b": "x"}),
         (")", {}),
     ],
 )

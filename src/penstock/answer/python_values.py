@@ -8,6 +8,7 @@ import re
 from penstock.answer.scanner import Broken, Pieces, Reading, Scanner, collected
 from penstock.answer.values import MAX_DEPTH, WORDS, hex_digits, in_string, is_number, items
 
+KEY = re.compile(r"[^\W\d][-.\w]{0,199}")  # as tools name their arguments, which Python would not
 _WORD = re.compile(r"[-+.\w]*")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _ESCAPES |= {"\\": "\\", "'": "'", '"': '"'}
@@ -22,7 +23,7 @@ def python_arguments(scan: Scanner) -> Pieces[None]:
         yield from scan.space()
         yield from scan.must("=")
         yield from scan.space()
-        if not key.isidentifier():
+        if not KEY.fullmatch(key):
             raise Broken
         yield json.dumps(key, ensure_ascii=False) + ": "
         yield from python_value(scan)
