@@ -28,6 +28,10 @@ SPECIAL = {
     "harmony": ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>", "<|end|>"],
     "qwen-xml": [],
     "kimi-k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"],
+    "gemma4": ['<|"|>', "<|tool_call>", "<tool_call|>"],
+    "functiongemma": [],
+    "deepseek-dsml": ["｜DSML｜"],
+    "pythonic": [],
 }
 THINKING = TURNS.replace("<|turn|>assistant\n{% endif %}", "<|turn|>assistant\n<think>\n{% endif %}")
 OPEN = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 120, "temperature": 1.0, "seed": 1}

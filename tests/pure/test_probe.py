@@ -7,6 +7,7 @@ import pytest
 from call_templates import CALLS, template
 
 from penstock.answer.formats import FORMATS, REASONINGS
+from penstock.answer.notations import MarkedCall, PythonCall, XmlCall
 from penstock.answer.probe import TemplateForms, probe
 from penstock.errors import InvalidPrompt
 from penstock.prompt.render import ChatTemplate
@@ -87,6 +88,7 @@ def test_reasoning_is_found_in_the_prompt_or_in_the_template(turns):
 
 def test_the_reference_has_a_row_for_every_format_and_names_every_reasoning():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
-    rows = re.findall(r"^\| `(\S+)` \|.*\| its (schema|name) \|$", page, flags=re.MULTILINE)
-    assert rows == [(name, "schema" if row.head is None else "name") for name, row in FORMATS.items()]
+    rows = re.findall(r"^\| `(\S+)` \|.*\| its schema( in part)? \|$", page, flags=re.MULTILINE)
+    in_part = XmlCall | MarkedCall | PythonCall
+    assert rows == [(name, " in part" if isinstance(row.notation, in_part) else "") for name, row in FORMATS.items()]
     assert all(f"`{name}`" in page for name in [*REASONINGS, "none"])

@@ -22,8 +22,7 @@ class CallFormat:
     suffixes: tuple[str, ...] = ()  # behind a call
     separators: tuple[str, ...] = ()  # between a call and another that has no opening
     inner: tuple[str, ...] = ()  # markers within a call
-    head: tuple[str, str] | None = None  # a call around its name, up to arguments that no grammar has
-    written: tuple[str, str, str] | None = None  # a call around its name and its JSON; None: they are no JSON
+    written: tuple[str, str, str] | None = None  # a call around its name and its arguments; None: elements
     id_length: int | None = None  # of the ids that templates of such models take; None: any
 
     @property
@@ -78,7 +77,7 @@ _CALLS = (
     CallFormat(
         name="deepseek-dsml", notation=_DSML, openings=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
         starts=("<｜DSML｜invoke name=",), suffixes=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
-        inner=("｜DSML｜",), head=('<｜DSML｜function_calls>\n<｜DSML｜invoke name="', '">\n')),
+        inner=("｜DSML｜",)),
     CallFormat(
         name="mistral", notation=_JSON, openings=("[TOOL_CALLS]",), suffixes=("]",), id_length=9, **_SEPARATED,
         written=('[TOOL_CALLS] [{"name": "', '", "arguments": ', "}]")),
@@ -109,10 +108,11 @@ _CALLS = (
         written=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "")),
     CallFormat(
         name="gemma4", notation=MarkedCall(quote='<|"|>'), openings=("<|tool_call>",), suffixes=("<tool_call|>",),
-        inner=('<|"|>',), head=("<|tool_call>call:", "{")),
+        inner=('<|"|>',), written=("<|tool_call>call:", "{", "}<tool_call|>")),
     CallFormat(
         name="functiongemma", notation=MarkedCall(quote="<escape>"), openings=("<start_function_call>",),
-        suffixes=("<end_function_call>",), inner=("<escape>",), head=("<start_function_call>call:", "{")),
+        suffixes=("<end_function_call>",), inner=("<escape>",),
+        written=("<start_function_call>call:", "{", "}<end_function_call>")),
     CallFormat(
         name="granite", notation=_JSON, openings=("<|tool_call|>", "<function_call>"), **_SEPARATED,
         suffixes=("]", "<|/tool_call|>"), written=('<|tool_call|>[{"name": "', '", "arguments": ', "}]")),
@@ -138,7 +138,7 @@ _CALLS = (
     CallFormat(
         name="pythonic", notation=PythonCall(), openings=("<|python_start|>", "<|tool_call_start|>", "```tool_code"),
         bare_start="[", **_SEPARATED, suffixes=("]", "<|python_end|>", "<|tool_call_end|>", "```"),
-        head=("[", "(")),
+        written=("[", "(", ")]")),
 )
 _REASONINGS = (
     ReasoningFormat(name="think", opening="<think>", closing="</think>"),
