@@ -88,7 +88,39 @@ def test_a_schema_may_refer_to_its_definitions(vocabulary):
     assert not accepts(vocabulary, grammar, written("qwen-xml", "weather", {"a": "b"}))
 
 
+UNIONS = {
+    "properties": {
+        "city": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "unit": {"anyOf": [{"enum": ["celsius", "kelvin"]}, {"type": "null"}]},
+        "days": {"enum": ["all", 3]},
+        "fixed": {"const": "yes"},
+    },
+}
 ELEMENTS = [name for name, row in FORMATS.items() if isinstance(row.notation, XmlCall)]
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"city": "Bonn", "unit": "kelvin", "days": "all", "fixed": "yes"},
+        {"city": None, "unit": None, "days": 3},
+        {"city": "a </b> c"},
+    ],
+)
+def test_a_string_that_may_be_something_else_is_written_without_quotes(name, vocabulary, arguments):
+    grammar = GrammarWriter({}).call(FORMATS[name], {"weather": UNIONS})
+    text = written(name, "weather", arguments)
+    assert accepts(vocabulary, grammar, text), text
+    form = AnswerFormat(calls=FORMATS[name], schemas={"weather": UNIONS})
+    assert calls_of(form, text)[2] == [("weather", arguments)]
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("arguments", [{"unit": "miles"}, {"unit": '"kelvin"'}, {"days": 4}, {"fixed": "no"}])
+def test_choices_among_strings_and_others_are_held(name, vocabulary, arguments):
+    grammar = GrammarWriter({}).call(FORMATS[name], {"weather": UNIONS})
+    assert not accepts(vocabulary, grammar, written(name, "weather", arguments))
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

@@ -46,7 +46,7 @@ class GrammarWriter:
         values, further = ValueWriter(self._rules, xml, schema), schema.get("additionalProperties", {})
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         for key, given in properties.items() or ([(None, further)] if further is not False else []):
-            forms = values.forms(given) if xml.type_mark else self._bare_forms(given, schema)
+            forms = values.forms(given) if xml.type_mark else self._bare_forms(values, given, schema)
             element = self._element(xml, ANY_KEY if key is None else self._rules.literal(key), forms)
             yield element + ("*" if key is None else "" if key in required else "?")
 
@@ -64,12 +64,12 @@ class GrammarWriter:
         starts = {mark: f"{literal(xml.key[0])} {key} {literal(mark + xml.key[1] + space)}" for mark in values}
         return self._rules.add(" | ".join(f"{starts[mark]} ({' | '.join(values[mark])})" for mark in values))
 
-    def _bare_forms(self, given: Any, schema: Mapping[str, Any]) -> Iterator[str | BareText]:
-        """Yields what a value may be whose type the schema alone tells."""
+    def _bare_forms(self, values: ValueWriter, given: Any, schema: Mapping[str, Any]) -> Iterator[str | BareText]:
+        """Yields what a value may be whose type the schema alone tells; any text where it may be any string."""
         known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        kind = {**known, **resolved(given, schema)} if isinstance(given, Mapping) else {}
-        choices = kind.get("enum")
-        if choices and all(isinstance(choice, str) for choice in choices):
-            yield from map(BareText, choices)
+        types = types_of(given, schema)
+        if types and "string" not in types:
+            yield self._rules.json({**known, **resolved(given, schema)})
         else:
-            yield BareText(None) if types_of(kind, schema) <= {"string"} else self._rules.json(kind)
+            forms = [*values.forms(given)]
+            yield from [BareText(None)] if BareText(None) in forms else forms
