@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
-from penstock.answer.notations import Notation, PythonCall
+from penstock.answer.notations import Notation, PythonCall, XmlCall
 from penstock.answer.python_values import KEY
 from penstock.answer.values import MAX_DEPTH, TYPES, WORDS, resolved
 
@@ -19,6 +19,7 @@ _KINDS = ("string", *TYPES)
 _MAX_RULES, _MAX_VARIANTS = 4096, 256  # of the arguments of a function, and of a value; what is beyond is not held
 _MAX_COUNT, _MAX_NUMBER = 1024, 10**18
 ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
+_DOUBLE_QUOTED = r"/\"([^\"\\\x00-\x1f\x7f]|\\[\"\\bfnrt])*\"/"
 _SINGLE_QUOTED = r"/'([^'\\\x00-\x1f\x7f]|\\(['\"\\nrtbf]|x[0-9a-f]{2}|u[0-9a-cef][0-9a-f]{3}))*'/"
 _INTEGER = "-?(0|[1-9][0-9]{0,17})"
 _NUMBERS = {"integer": f"/{_INTEGER}/", "number": f"/{_INTEGER}(\\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,2}})?/"}
@@ -81,8 +82,8 @@ class ValueWriter:
         self._rules, self._root = rules, root
         self._known: dict[str, str] = {}  # the rules of schemas
         self._is_python, self._quote = isinstance(notation, PythonCall), getattr(notation, "quote", "")
-        self._is_json = not (self._is_python or self._quote)
-        self._comma, self._colon = ('", "', '": "') if self._is_json else ("/, ?/", "/: ?/")
+        self._end = notation.value[1] if isinstance(notation, XmlCall) else ""  # of values in JSON, and in none of them
+        self._comma, self._colon = ('", "', '": "') if self._end else ("/, ?/", "/: ?/")
 
     def arguments(self) -> str:
         """All members, in Python as keywords."""
@@ -140,12 +141,13 @@ class ValueWriter:
         if mark and (value is None or self._quote in value):
             return f"{mark} {self._rules.up_to(self._quote)}"
         if value is None:
-            return self._rules.json({"type": "string"}) + (f" | {_SINGLE_QUOTED}" if self._is_python else "")
+            text = f"{_DOUBLE_QUOTED} & ~({_ANYTHING} {quoted(self._end or chr(0))} {_ANYTHING})"
+            return self._rules.add(text, kind="TEXT") + (f" | {_SINGLE_QUOTED}" if self._is_python else "")
         spelled = [value] if mark else [quoted(value), repr(value)][: 1 + self._is_python]
         return " | ".join(f"{mark} {quoted(one)} {mark}" for one in spelled)
 
     def _exactly(self, value: float | None) -> str:
-        words = [] if self._is_json else [one for one in WORDS if WORDS[one] == json.dumps(value)]
+        words = [] if self._end else [one for one in WORDS if WORDS[one] == json.dumps(value)]
         return " | ".join(map(quoted, words or [json.dumps(value)]))
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
