@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -68,10 +68,7 @@ _MLP_STEMS = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 _NORM_STEMS = frozenset({"attn_norm", "ffn_norm"})
 _ATTENTION_BIAS = {"attention_bias": QKV_STEMS | _OUTPUT_STEMS}
 _ALL_BIASES = {**_ATTENTION_BIAS, "mlp_bias": _MLP_STEMS}
-_MAMBA_BIASES = {
-    "mamba_conv_bias": frozenset({"ssm_conv1d"}),
-    "mamba_proj_bias": frozenset({"ssm_in", "ssm_out"}),
-}
+_MAMBA_BIASES = {"mamba_conv_bias": frozenset({"ssm_conv1d"}), "mamba_proj_bias": frozenset({"ssm_in", "ssm_out"})}
 _SILU = {"hidden_act": "silu"}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _NO_WINDOW = {**_SILU, "use_sliding_window": False}
@@ -109,8 +106,8 @@ _SOFTCAPS = {"final_logit_softcapping": "final_logit_softcapping"}
 class Architecture:
     """What llama.cpp's converter did to a family's tensors, and so what has to be undone."""
 
-    model_type: str
-    class_name: str
+    model_type: str = ""  # as a file calls it, unless given
+    named_class: str = ""  # of the library, where it is not called after the type
     own_names: Mapping[str, str] = field(default_factory=dict)  # of parts of layers, beside those of its family
     interleaves_rotary_rows: bool = False  # q and k rows hold rotary pairs side by side
     rotates: bool = True  # queries and keys as metadata of all families say it
@@ -132,6 +129,10 @@ class Architecture:
     kinds: Mapping[str, str] = field(default_factory=dict)  # a tensor that only one kind of layer has, and layer_types'
     other_kind: str = ""  # of layers, where `kinds` finds none
     is_sparse: bool = False  # all layers have experts, and none has an MLP
+
+    @property
+    def class_name(self) -> str:
+        return self.named_class or "".join(map(str.capitalize, self.model_type.split("_"))) + "ForCausalLM"
 
     @property
     def family(self) -> Family:
@@ -190,10 +191,8 @@ class Architecture:
         return found | of_each
 
 
-def _qwen_hybrid(model_type: str, class_name: str, **values: Any) -> Architecture:
+def _qwen_hybrid(**values: Any) -> Architecture:
     return Architecture(
-        model_type=model_type,
-        class_name=class_name,
         own_names=_MLP_NORM_AFTER_ATTENTION | values.pop("own_names", {}),
         norm_offset=1.0,
         kinds={"ssm_a": "linear_attention"},
@@ -206,7 +205,6 @@ def _qwen_hybrid(model_type: str, class_name: str, **values: Any) -> Architectur
 def _nemotron_h(**values: Any) -> Architecture:
     return Architecture(
         model_type="nemotron_h",
-        class_name="NemotronHForCausalLM",
         interleaves_rotary_rows=True,
         rotates=False,
         fixed={"hidden_act": "relu2"},
@@ -218,54 +216,34 @@ def _nemotron_h(**values: Any) -> Architecture:
     )
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+_LISTED: Mapping[str, Architecture] = {
     "llama": Architecture(
-        model_type="llama",
-        class_name="LlamaForCausalLM",
         interleaves_rotary_rows=True,
         biases=_ALL_BIASES,
         with_window={"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
     ),
     "smollm3": Architecture(
-        model_type="smollm3",
-        class_name="SmolLM3ForCausalLM",
+        named_class="SmolLM3ForCausalLM",
         interleaves_rotary_rows=True,
         fixed={**_NO_WINDOW, "no_rope_layer_interval": 4},
         biases=_ALL_BIASES,
     ),
-    "qwen2": Architecture(
-        model_type="qwen2", class_name="Qwen2ForCausalLM", fixed=_NO_WINDOW, biases={}, biased=QKV_STEMS
-    ),
+    "qwen2": Architecture(fixed=_NO_WINDOW, biases={}, biased=QKV_STEMS),
     "qwen2vl": Architecture(
         model_type="qwen2_5_vl_text",
-        class_name="Qwen2_5_VLTextModel",
+        named_class="Qwen2_5_VLTextModel",
         fixed=_NO_WINDOW,
         biases={},
         biased=QKV_STEMS,
         reads=_SECTIONS,
     ),
-    "qwen3vl": Architecture(
-        model_type="qwen3_vl_text",
-        class_name="Qwen3VLTextModel",
-        reads=_SECTIONS,
-    ),
-    "qwen3": Architecture(model_type="qwen3", class_name="Qwen3ForCausalLM", fixed=_NO_WINDOW),
-    "phi3": Architecture(
-        model_type="phi3",
-        class_name="Phi3ForCausalLM",
-        fixed={**_SILU, "attention_bias": False},
-        biases={},
-        names_window=True,
-    ),
-    "olmo2": Architecture(
-        model_type="olmo2",
-        class_name="Olmo2ForCausalLM",
-        full_every=4,
-        with_window={"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]},
-    ),
+    "qwen3vl": Architecture(model_type="qwen3_vl_text", named_class="Qwen3VLTextModel", reads=_SECTIONS),
+    "qwen3": Architecture(fixed=_NO_WINDOW),
+    "phi3": Architecture(fixed={**_SILU, "attention_bias": False}, biases={}, names_window=True),
+    "olmo2": Architecture(full_every=4, with_window={"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}),
     "gemma3": Architecture(
         model_type="gemma3_text",
-        class_name="Gemma3ForCausalLM",
+        named_class="Gemma3ForCausalLM",
         norm_offset=1.0,
         fixed={**_GEMMA, "attn_logit_softcapping": None},
         full_every=6,
@@ -273,8 +251,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         numbers=_SOFTCAPS,
     ),
     "gemma2": Architecture(
-        model_type="gemma2",
-        class_name="Gemma2ForCausalLM",
         norm_offset=1.0,
         fixed=_GEMMA,
         full_every=2,
@@ -283,7 +259,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma4": Architecture(
         model_type="gemma4_text",
-        class_name="Gemma4ForCausalLM",
+        named_class="Gemma4ForCausalLM",
         own_names=_GEMMA4,
         rotates=False,
         has_unlike_layers=True,
@@ -293,77 +269,41 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mistral3": Architecture(
         model_type="mistral",
-        class_name="MistralForCausalLM",
         interleaves_rotary_rows=True,
         biases={},
         names_window=True,
         reads=frozenset({"attention.temperature_scale"}),
     ),
-    "granite": Architecture(
-        model_type="granite",
-        class_name="GraniteForCausalLM",
-        interleaves_rotary_rows=True,
-        biases=_ALL_BIASES,
-        numbers=_GRANITE_SCALES,
-    ),
+    "granite": Architecture(interleaves_rotary_rows=True, biases=_ALL_BIASES, numbers=_GRANITE_SCALES),
     "seed_oss": Architecture(
-        model_type="seed_oss",
-        class_name="SeedOssForCausalLM",
         own_names=_MLP_NORM_AFTER_ATTENTION,
         biases={"attention_bias": QKV_STEMS, "attention_out_bias": _OUTPUT_STEMS, "mlp_bias": _MLP_STEMS},
     ),
     "ernie4_5": Architecture(
-        model_type="ernie4_5",
-        class_name="Ernie4_5ForCausalLM",
-        biases={"use_bias": QKV_STEMS | _OUTPUT_STEMS | _MLP_STEMS},
+        named_class="Ernie4_5ForCausalLM", biases={"use_bias": QKV_STEMS | _OUTPUT_STEMS | _MLP_STEMS}
     ),
-    "exaone4": Architecture(
-        model_type="exaone4",
-        class_name="Exaone4ForCausalLM",
-        biases={},
-        full_every=4,
-        names_window=True,
-    ),
-    "command-r": Architecture(model_type="cohere", class_name="CohereForCausalLM", numbers=_LOGIT_SCALE),
-    "cohere2": Architecture(
-        model_type="cohere2",
-        class_name="Cohere2ForCausalLM",
-        biases={},
-        full_every=4,
-        names_window=True,
-        numbers=_LOGIT_SCALE,
-    ),
-    "glm4": Architecture(
-        model_type="glm4",
-        class_name="Glm4ForCausalLM",
-        biases={"attention_bias": QKV_STEMS},
-        reads=frozenset({"nextn_predict_layers"}),
-    ),
-    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", class_name="HunYuanDenseV1ForCausalLM"),
+    "exaone4": Architecture(biases={}, full_every=4, names_window=True),
+    "command-r": Architecture(model_type="cohere", numbers=_LOGIT_SCALE),
+    "cohere2": Architecture(biases={}, full_every=4, names_window=True, numbers=_LOGIT_SCALE),
+    "glm4": Architecture(biases={"attention_bias": QKV_STEMS}, reads=frozenset({"nextn_predict_layers"})),
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", named_class="HunYuanDenseV1ForCausalLM"),
     "arcee": Architecture(
-        model_type="arcee",
-        class_name="ArceeForCausalLM",
         interleaves_rotary_rows=True,
         fixed={"hidden_act": "relu2"},
         biases={**_ATTENTION_BIAS, "mlp_bias": frozenset({"ffn_up", "ffn_down"})},
     ),
     "stablelm": Architecture(
-        model_type="stablelm",
-        class_name="StableLmForCausalLM",
+        named_class="StableLmForCausalLM",
         biases={"use_qkv_bias": QKV_STEMS},
         biased=_NORM_STEMS,
         needs={"use_parallel_residual": False},
     ),
     "starcoder2": Architecture(
-        model_type="starcoder2",
-        class_name="Starcoder2ForCausalLM",
         fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
         biases={"use_bias": QKV_STEMS | _OUTPUT_STEMS | {"ffn_up", "ffn_down"}},
         biased=_NORM_STEMS,
     ),
     "nemotron": Architecture(
-        model_type="nemotron",
-        class_name="NemotronForCausalLM",
         norm_offset=1.0,
         fixed={"hidden_act": "relu2"},
         biases={**_ATTENTION_BIAS, "mlp_bias": frozenset({"ffn_up", "ffn_down"})},
@@ -371,7 +311,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
-        class_name="Qwen2MoeForCausalLM",
         fixed={**_NO_WINDOW, "norm_topk_prob": False},
         biases={},
         biased=QKV_STEMS,
@@ -379,23 +318,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         gating=1,
     ),
     "qwen3moe": Architecture(
-        model_type="qwen3_moe",
-        class_name="Qwen3MoeForCausalLM",
-        fixed={**_NO_WINDOW, "norm_topk_prob": True},
-        integers=_MIXTURE,
-        gating=1,
+        model_type="qwen3_moe", fixed={**_NO_WINDOW, "norm_topk_prob": True}, integers=_MIXTURE, gating=1
     ),
     "qwen3vlmoe": Architecture(
         model_type="qwen3_vl_moe_text",
-        class_name="Qwen3VLMoeTextModel",
+        named_class="Qwen3VLMoeTextModel",
         fixed={**_SILU, "norm_topk_prob": True},
         integers=_MIXTURE,
         gating=1,
         reads=_SECTIONS,
     ),
     "gpt-oss": Architecture(
-        model_type="gpt_oss",
-        class_name="GptOssForCausalLM",
         own_names=_MLP_NORM_AFTER_ATTENTION,
         alternates_experts=True,
         is_sparse=True,
@@ -407,8 +340,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         gating=3,
     ),
     "qwen3next": _qwen_hybrid(
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
+        model_type="qwen3_next",
         own_names=_NEXT_DELTA,
         is_sparse=True,
         biases={},
@@ -418,16 +350,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         gating=1,
     ),
     "qwen35": _qwen_hybrid(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        named_class="Qwen3_5ForCausalLM",
         tiles_value_heads=True,
         biases={},
         biased=frozenset({"ssm_dt"}),
         integers=_DELTA_SIZES,
     ),
     "qwen35moe": _qwen_hybrid(
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        named_class="Qwen3_5MoeForCausalLM",
         is_sparse=True,
         tiles_value_heads=True,
         biases={},
@@ -437,7 +369,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         model_type="granitemoehybrid",
-        class_name="GraniteMoeHybridForCausalLM",
+        named_class="GraniteMoeHybridForCausalLM",
         interleaves_rotary_rows=True,
         fixed={**_SILU, "position_embedding_type": "rope"},
         integers=_LOCAL_MIXTURE,
@@ -447,7 +379,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",
-        class_name="GraniteMoeHybridForCausalLM",
+        named_class="GraniteMoeHybridForCausalLM",
         interleaves_rotary_rows=True,
         biases={**_ATTENTION_BIAS, **_MAMBA_BIASES},
         biased=frozenset({"ssm_dt"}),
@@ -459,8 +391,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         other_kind="attention",
     ),
     "lfm2": Architecture(
-        model_type="lfm2",
-        class_name="Lfm2ForCausalLM",
         biases={},
         fixed={"block_auto_adjust_ff_dim": False},
         integers=_CONV_SIZE,
@@ -470,7 +400,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "lfm2moe": Architecture(
         model_type="lfm2_moe",
-        class_name="Lfm2MoeForCausalLM",
         biases={},
         biased=frozenset({"exp_probs_b"}),
         fixed={"norm_topk_prob": True, "use_expert_bias": True},
@@ -489,9 +418,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=frozenset({"nextn_predict_layers"}),
     ),
 }
+ARCHITECTURES = {
+    name: one if one.model_type else replace(one, model_type=name.replace("-", "_")) for name, one in _LISTED.items()
+}
 MIXTRAL = Architecture(
     model_type="mixtral",
-    class_name="MixtralForCausalLM",
     is_sparse=True,
     interleaves_rotary_rows=True,
     biases={},
