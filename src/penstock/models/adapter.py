@@ -71,7 +71,9 @@ class Adapter:
     def _pattern(self, name: str, module: str, default: Any, kind: Callable[[Any], Any]) -> Any:
         patterns = self.config.get(name) or {}
         try:
-            value = next((value for key, value in patterns.items() if _is_named(module, key)), default)
+            value = next(
+                (value for key, value in patterns.items() if _named_by(key).isinstance_python(module)), default
+            )
             if (number := kind(value)) > 0:
                 return number
         except (SchemaError, AttributeError, TypeError, ValueError, OverflowError):
@@ -80,10 +82,6 @@ class Adapter:
             f"{self.path.with_name(CONFIG_NAME)}: {name} or its default gives {brief(value)} for {brief(module)}, "
             "not a number above 0; save the adapter again."
         )
-
-
-def _is_named(module: str, pattern: str) -> bool:
-    return _named_by(pattern).isinstance_python(module)
 
 
 @lru_cache(maxsize=4096)

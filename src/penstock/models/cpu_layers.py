@@ -37,10 +37,6 @@ def kernels_for_product(x_TI: torch.Tensor, weight_OI: Weight) -> CKernels | Non
     return kernels if is_ours or kernels.instructions.multiplies_all else None
 
 
-def product_workspace(kernels: CKernels, num_rows: int, num_inputs: int, num_threads: int) -> torch.Tensor:
-    return workspace(kernels.library.penstock_product_bytes(num_rows, num_inputs, num_threads))
-
-
 def workspace(num_bytes: int) -> torch.Tensor:
     """Is kept for the Python thread that calls, since steps of two engines may run at once."""
     kept = getattr(_of_thread, "workspace", None)
@@ -136,8 +132,8 @@ def multiply(
         group_sums = torch.empty(num_rows * (num_inputs // HALF_GROUP))
         shared["group_sums"] = group_sums.data_ptr()
     if num_rows > kernels.library.FEW_ROWS:
-        workspace = product_workspace(kernels, num_rows, num_inputs, torch.get_num_threads())
-        shared["workspace"] = workspace.data_ptr()
+        num_bytes = kernels.library.penstock_product_bytes(num_rows, num_inputs, torch.get_num_threads())
+        shared["workspace"] = workspace(num_bytes).data_ptr()
     for fields in product_fields(x_TI, weight_OI, bias_O, out_TO, adds=add_to is not None):
         kernels.run("penstock_multiply", "struct product *", fields | shared)
     return out_TO

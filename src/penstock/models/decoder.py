@@ -130,9 +130,10 @@ class Decoder:
                 continue
             for name, destination in self._layer_destinations(index):
                 fill(source, destination, name)
-        for norm in self._norms():
-            norm.weight.add_(self.spec.norm_offset)
+        self.final_norm.weight.add_(self.spec.norm_offset)
         for layer in self.layers:
+            for norm in layer.norms.values():
+                norm.weight.add_(self.spec.norm_offset)
             for experts in (layer.mlp, layer.experts):
                 if isinstance(experts, Experts):
                     experts.settle(self.spec.hidden_size)
@@ -526,10 +527,10 @@ class Decoder:
             return self._empty_experts(index)
         place: Any = {"dtype": self.dtype, "device": self.device}
         first, down = (self._empty_linear(self._projections[index][r], bias=spec.mlp_bias) for r in ("gate_up", "down"))
-        if spec.is_gated:
-            return GatedMlp(first=first, down=down, activation=spec.activation, gate_scale=spec.mlp_scales[0])
-        activation = Xielu.empty(**place) if spec.activation == "xielu" else plain_activation(spec.activation)
-        return PlainMlp(first=first, down=down, activation=activation)
+        if spec.activation == "xielu":
+            return PlainMlp(first=first, down=down, activation=Xielu.empty(**place))
+        mlp = Mlp.of(first, down, spec.activation, is_gated=spec.is_gated)
+        return replace(mlp, gate_scale=spec.mlp_scales[0]) if isinstance(mlp, GatedMlp) else mlp
 
     def _empty_experts(self, index: int) -> Experts:
         spec, projections = self.spec, self._projections[index]
@@ -576,11 +577,6 @@ class Decoder:
 
     def _empty_rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(weight=torch.empty(size, dtype=torch.float32, device=self.device), eps=self.spec.norm_eps)
-
-    def _norms(self) -> Iterator[RmsNorm | LayerNorm]:
-        yield self.final_norm
-        for layer in self.layers:
-            yield from layer.norms.values()
 
     def destinations(self) -> Iterator[tuple[str, Destination]]:
         """Yields (name in the checkpoint, where it goes). Separate projections go to slices of the fused ones."""

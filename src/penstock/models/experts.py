@@ -17,10 +17,8 @@ from penstock.kernels.calls import CKernels
 from penstock.models import cpu_experts, cpu_layers
 from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
 from penstock.models.layers import (
-    GatedMlp,
     Linear,
     Mlp,
-    PlainMlp,
     RmsNorm,
     gated_activation,
     plain_activation,
@@ -79,7 +77,7 @@ class Experts:
             down=tensor(count, hidden_size, inner) if down is None else down,
             gate_up_bias_EF=tensor(count, 2 * inner) if spec.has_biases else None,
             down_bias_EM=tensor(count, hidden_size) if spec.has_biases else None,
-            shared=_shared_mlp(shared, activation, is_gated=spec.is_gated) if shared else None,
+            shared=Mlp.of(*shared, activation, is_gated=spec.is_gated) if shared else None,
             shared_gate=linear(1, hidden_size) if shared and spec.has_shared_gate else None,
             score_bias_E=torch.empty(count, device=device) if spec.sigmoid and spec.sigmoid.has_bias else None,
             routed_norm=RmsNorm(weight=torch.empty(hidden_size, device=device), eps=norm_eps)
@@ -294,13 +292,6 @@ def _padded(x_RM: torch.Tensor) -> torch.Tensor:
         return x_RM
     step = 8 if num_rows <= 32 else 32 if num_rows <= 256 else 128
     return F.pad(x_RM, (0, 0, 0, -num_rows % step))
-
-
-def _shared_mlp(linears: Sequence[Linear], activation: str, *, is_gated: bool) -> Mlp:
-    first, down = linears
-    if is_gated:
-        return GatedMlp(first=first, down=down, activation=activation)
-    return PlainMlp(first=first, down=down, activation=plain_activation(activation))
 
 
 def _clamped_activation(gate_up_RF: torch.Tensor, limit: float, alpha: float, *, alternates: bool) -> torch.Tensor:

@@ -140,7 +140,14 @@ def gguf_dtype(gguf: GgufFile) -> str:
 def _from_folder(model: str, folder: Path, weights: bool) -> ModelFiles:
     config_path = folder / "config.json"
     if not config_path.is_file():
-        raise InvalidModelFile(_without_config(folder))
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        if ggufs:
+            raise InvalidModelFile(
+                f"{folder} has no config.json but holds {', '.join(ggufs[:3])}; pass the path of one GGUF file."
+            )
+        raise InvalidModelFile(
+            f"{folder} has no config.json, so it is no model folder; pass the folder that has config.json in it."
+        )
     config = _checked_config(config_path)
     generation_path = folder / "generation_config.json"
     weight_files = _safetensors_files(folder) if weights else ()
@@ -153,13 +160,6 @@ def _from_folder(model: str, folder: Path, weights: bool) -> ModelFiles:
         weight_files=weight_files,
         identity=identity_of(config, weight_files),
     )
-
-
-def _without_config(folder: Path) -> str:
-    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
-    if ggufs:
-        return f"{folder} has no config.json but holds {', '.join(ggufs[:3])}; pass the path of one GGUF file."
-    return f"{folder} has no config.json, so it is no model folder; pass the folder that has config.json in it."
 
 
 def _checked_config(path: Path) -> dict[str, Any]:

@@ -175,12 +175,12 @@ class _Cursor:
             raise self.invalid(f"{what} is a string of {length} bytes, the limit is {MAX_STRING_BYTES}")
         self._fill(8 + length, what)
 
-    def value(self, what: str, kind: GGUFValueType | None = None, depth: int = 0) -> Any:
-        kind = self._value_type(what) if kind is None else kind
+    def value(self, what: str) -> Any:
+        kind = self._value_type(what)
         if kind == GGUFValueType.STRING:
             return self.string(what)
         if kind == GGUFValueType.ARRAY:
-            return self._array(what, depth + 1)
+            return self._array(what, 1)
         return self.scalar(kind, what)
 
     def _value_type(self, what: str) -> GGUFValueType:

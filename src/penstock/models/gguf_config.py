@@ -133,17 +133,13 @@ def _norm_eps(keys: Keys) -> float:
 
 
 def _biases(gguf: GgufFile, name: str, family: Architecture) -> dict[str, bool]:
-    stems = {
-        tensor.split(".", 2)[2].removesuffix(".bias")
-        for tensor in gguf.tensors
-        if tensor.startswith("blk.") and tensor.endswith(".bias")
-    }
+    stems, weights = _stems(gguf, ".bias"), _stems(gguf, ".weight")
     rest, found = stems - family.biased, {}
     for word, biased in family.biases.items():
         found[word] = bool(rest & biased)
         rest -= biased
-    has_all = all(biased & stems in (frozenset(), biased & _weights(gguf)) for biased in family.biases.values())
-    if rest or not has_all or (family.biased & _weights(gguf)) - stems:
+    has_all = all(biased & stems in (frozenset(), biased & weights) for biased in family.biases.values())
+    if rest or not has_all or (family.biased & weights) - stems:
         raise UnsupportedModel(
             f"{gguf.path} has biases on {sorted(stems) or 'nothing'}, which Hugging Face's {name} models "
             "cannot have; use the model's safetensors folder instead."
@@ -151,12 +147,9 @@ def _biases(gguf: GgufFile, name: str, family: Architecture) -> dict[str, bool]:
     return found
 
 
-def _weights(gguf: GgufFile) -> set[str]:
-    return {
-        tensor.split(".", 2)[2].removesuffix(".weight")
-        for tensor in gguf.tensors
-        if tensor.startswith("blk.") and tensor.endswith(".weight")
-    }
+def _stems(gguf: GgufFile, suffix: str) -> set[str]:
+    names = (name for name in gguf.tensors if name.startswith("blk.") and name.endswith(suffix))
+    return {name.split(".", 2)[2].removesuffix(suffix) for name in names}
 
 
 def _token_ids(gguf: GgufFile) -> dict[str, int | None]:
@@ -198,18 +191,10 @@ def _full_layers(keys: Keys, num_layers: int, default_period: int) -> list[bool]
 Layers = list[set[str]]
 
 
-def _smollm3(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
-    return {"no_rope_layers": [int((index + 1) % 4 != 0) for index in range(len(layers))]}
-
-
 def _query_scalar(config: Mapping[str, Any], layers_of_27b: int) -> int:
     """Only the 27B models, told by their layers, scale queries by the hidden size per head."""
     is_27b = config["num_hidden_layers"] == layers_of_27b
     return config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-
-
-def _gemma2(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
-    return {"query_pre_attn_scalar": _query_scalar(config, 46)}
 
 
 def _gemma3(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
@@ -342,8 +327,8 @@ def _nemotron_h(keys: Keys, config: Mapping[str, Any], layers: Layers) -> dict[s
 
 
 _ENTRIES: Mapping[str, Callable[[Keys, Mapping[str, Any], Layers], dict[str, Any]]] = {
-    "smollm3": _smollm3,
-    "gemma2": _gemma2,
+    "smollm3": lambda keys, config, layers: {"no_rope_layers": [int(n % 4 != 0) for n in range(1, len(layers) + 1)]},
+    "gemma2": lambda keys, config, layers: {"query_pre_attn_scalar": _query_scalar(config, 46)},
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
     "mistral": _mistral3,

@@ -101,6 +101,12 @@ class Mlp:
     first: Linear  # gate and up, or up alone
     down: Linear
 
+    @staticmethod
+    def of(first: Linear, down: Linear, activation: str, *, is_gated: bool) -> Mlp:
+        if is_gated:
+            return GatedMlp(first=first, down=down, activation=activation)
+        return PlainMlp(first=first, down=down, activation=plain_activation(activation))
+
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         return self.down(self.inner(x_TM))
 

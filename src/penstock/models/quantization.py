@@ -248,7 +248,8 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
             num_experts, has_experts = spec.experts.num_experts, True
         num_values += projection.num_outputs * num_inputs
         if quantization.on_card:
-            num_bytes += card_bytes(projection.num_outputs, num_inputs)
+            group_bytes = CARD_GROUP // 2 + CARD_GROUP // GROUP
+            num_bytes += projection.num_outputs * -(-num_inputs // CARD_GROUP) * group_bytes
             continue
         num_bytes += sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
         tile = max(tile, tile_outputs(projection.num_outputs // num_experts, num_inputs) * num_inputs)
@@ -266,10 +267,6 @@ def quantized_sizes(spec: DecoderSpec, quantization: Quantization) -> QuantizedS
 def matrix_bytes(kind: Type, num_outputs: int, num_inputs: int) -> int:
     layout = LAYOUTS[kind]
     return -(-num_outputs // LANES) * (num_inputs // layout.num_inputs) * layout.set_dtype().itemsize
-
-
-def card_bytes(num_outputs: int, num_inputs: int) -> int:
-    return num_outputs * -(-num_inputs // CARD_GROUP) * (CARD_GROUP // 2 + CARD_GROUP // GROUP)
 
 
 def tile_outputs(num_outputs: int, num_inputs: int) -> int:

@@ -28,10 +28,12 @@ def native_shape(
     """`multiplies_codes`: quantized matrices are not dequantized for a product."""
     spec = decoder_spec(config)
     quantized = quantized_sizes(spec, quantization) if quantization is not None else None
+    others = (spec.recurrent.widest_rows if spec.recurrent else 0, _layer_input_values(spec))
+    largest_rows = max((1 + spec.is_gated) * spec.widest_mlp, spec.qkv_rows, *others)
     return ModelShape.of(
         spec,
         intermediate_size=spec.widest_mlp,
-        largest_matrix=0 if quantized and quantized.are_all and multiplies_codes else _largest_matrix(spec),
+        largest_matrix=0 if quantized and quantized.are_all and multiplies_codes else spec.hidden_size * largest_rows,
         dtype_bytes=DTYPE_BYTES[dtype],
         attends_through_scores=spec.attention_softcap is not None,
         num_quantized=quantized.num_values if quantized else 0,
@@ -94,11 +96,6 @@ def _recurrent_shape(spec: DecoderSpec, dtype_bytes: int) -> dict[str, int]:
 
 def _layer_input_values(spec: DecoderSpec) -> int:
     return spec.num_layers * spec.layer_inputs.width if spec.layer_inputs else 0
-
-
-def _largest_matrix(spec: DecoderSpec) -> int:
-    others = (spec.recurrent.widest_rows if spec.recurrent else 0, _layer_input_values(spec))
-    return spec.hidden_size * max((1 + spec.is_gated) * spec.widest_mlp, spec.qkv_rows, *others)
 
 
 def generic_shape(spec: GenericSpec, *, num_parameters: int, item_bytes: int, keeps_own_cache: bool) -> ModelShape:

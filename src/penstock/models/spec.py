@@ -613,7 +613,9 @@ def _mamba(config: Mapping[str, Any]) -> MambaSpec:
     head_size = inner // heads if head_size == "auto" else int(head_size)
     if heads % groups or heads * head_size != inner:
         raise ValueError(f"{heads} heads of {head_size} in {groups} groups for {inner} channels")
-    low, high = (_float(limit) for limit in config.get("time_step_limit") or (0.0, float("inf")))
+    limits = config.get("time_step_limit") or (0.0, float("inf"))
+    # JSON has no infinity; configs spell it as an object.
+    low, high = (float(one["__float__"] if isinstance(one, Mapping) else one) for one in limits)
     return MambaSpec(
         num_heads=heads,
         head_size=head_size,
@@ -629,11 +631,6 @@ def _mamba(config: Mapping[str, Any]) -> MambaSpec:
         section_scales=tuple(float(scale) for scale in config.get("ssm_multipliers") or ()),
         output_scale=float(config.get("ssm_out_multiplier") or 1.0),
     )
-
-
-def _float(value: Any) -> float:
-    """JSON has no infinity; configs spell it as an object."""
-    return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
 def _has_experts(family: Family, config: Mapping[str, Any], layer: int) -> bool:
