@@ -142,12 +142,9 @@ class Decoder:
         if not self.spec.interleaves_rotary:
             return source
         parts = [part for of_layer in self._projections if "qkv" in of_layer for part in of_layer["qkv"].parts[:2]]
-        return HalvesFirst(
-            source=source,
-            head_size=self.spec.head_size,
-            num_rotated=self.spec.rotaries["global"].num_dims,
-            of=frozenset(name for part in parts for name in (part.name, part.bias)),
-        )
+        rotated = frozenset(name for part in parts for name in (part.name, part.bias))
+        num_rotated = self.spec.rotaries["global"].num_dims
+        return HalvesFirst(source, rotated, head_size=self.spec.head_size, num_rotated=num_rotated)
 
     def forward(
         self, inputs: ForwardInputs, attention: AttentionBackend, states: StateStorage | None = None

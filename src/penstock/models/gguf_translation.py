@@ -30,7 +30,6 @@ class Piece:
     first_row: int = 0  # of the whole, where its rows begin
     places: np.ndarray | None = None  # in the whole, of its rows, or of its values if it is a vector; None: one by one
     columns: np.ndarray | None = None  # in the whole, of its columns
-    interleaved_heads: int | None = None  # None: rows are in Hugging Face order
     subtract: float = 0.0
     is_decay: bool = False  # stored is minus the exponential
 
@@ -44,7 +43,7 @@ class Piece:
     @property
     def is_as_stored(self) -> bool:
         """Tells whether nothing turns its values into others, or moves them."""
-        is_moved = self.places is not None or self.columns is not None or self.interleaved_heads
+        is_moved = self.places is not None or self.columns is not None
         return not (is_moved or self.subtract or self.is_decay)
 
 
@@ -164,7 +163,10 @@ class _Layouts:
         heads = self._heads.get(stem) if family.interleaves_rotary_rows else None
         if heads and stored.shape[0] % (2 * heads):
             raise self._misfit(stored, f"rows that divide into {heads} even heads")
-        piece = Piece(stored=stored, interleaved_heads=heads, is_decay=stem == "ssm_a")
+        if heads:  # stored as (heads, pairs, 2, ...); rotary halves come first in Hugging Face's order
+            places = np.arange(stored.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+            return Piece(stored=stored, places=places)
+        piece = Piece(stored=stored, is_decay=stem == "ssm_a")
         if family.tiles_value_heads and stem in _VALUE_ROWS:
             return replace(piece, places=self._untiled(stored))
         if family.tiles_value_heads and stem == "ssm_out":

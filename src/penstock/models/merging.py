@@ -14,11 +14,10 @@ import torch
 from penstock.errors import InvalidModelFile, UnsupportedModel
 from penstock.models.adapter import MERGE_BEFORE, WRAPPED, Adapter, LowRank
 from penstock.models.groups import grouped
-from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.quantized import QuantizedRows
 from penstock.models.spec import DecoderSpec
 from penstock.models.stored_names import EMBEDDINGS, FUSED_DOWN, FUSED_GATE, HEAD
-from penstock.models.weights import SLICE_BYTES, SafetensorsWeights, StoredRun, WeightSource
+from penstock.models.weights import SLICE_BYTES, ChangedWeights, SafetensorsWeights, WeightSource
 
 # What stands before the layers of a text decoder, in a checkpoint or in a release of the library.
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.", "")
@@ -216,13 +215,12 @@ class Merge:
         return values
 
 
-class AdaptedWeights:
+class AdaptedWeights(ChangedWeights):
     """A source whose tensors have an adapter merged into them."""
 
     def __init__(self, source: WeightSource, merge: Merge) -> None:
-        self._source = source
+        super().__init__(source, merge.names)
         self.merge = merge
-        self.names, self.quantization = source.names, source.quantization
 
     @classmethod
     def of(cls, source: WeightSource, adapter: Adapter, spec: DecoderSpec) -> AdaptedWeights:
@@ -237,28 +235,18 @@ class AdaptedWeights:
         )
         return cls(source, merge)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
-        self._source.copy_into(destination, name)
-        if name in self.merge.names:
+        self.source.copy_into(destination, name)
+        if name in self.changed:
             self.merge.apply(name, destination)
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
-        if name not in self.merge.names:
-            self._source.quantize_into(destination, name)
+        if name not in self.changed:
+            self.source.quantize_into(destination, name)
             return
         values = torch.empty(destination.shape)
-        self._source.copy_into(values, name)
-        self.merge.apply(name, values)
+        self.copy_into(values, name)
         destination.fill(0, grouped(values.numpy(), destination.kind))
-
-    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
-        self._source.codes_into(destination, name)  # an adapter that changes experts has them expanded
-
-    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
-        return None if name in self.merge.names else self._source.stored_runs(name, destination)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -142,47 +142,48 @@ def _slices(
         start += part.numel()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalvesFirst:
-    """A source whose queries and keys have rotated pairs side by side; it gives what is first in each pair before."""
+class ChangedWeights:
+    """A source some of whose tensors are changed on their way; the others are read as they lie."""
 
-    source: WeightSource
-    head_size: int
-    num_rotated: int  # dimensions of a head
-    of: frozenset[str]  # the tensors that have heads in their rows
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self.source.names
-
-    @property
-    def quantization(self) -> str:
-        return self.source.quantization
+    def __init__(self, source: WeightSource, changed: frozenset[str]) -> None:
+        self.source, self.changed = source, changed
+        self.names, self.quantization = source.names, source.quantization
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
 
+    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
+        self.source.codes_into(destination, name)  # codes are never changed: what changes experts has them expanded
+
+    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
+        return None if name in self.changed else self.source.stored_runs(name, destination)
+
+
+class HalvesFirst(ChangedWeights):
+    """A source whose queries and keys have rotated pairs side by side; it gives what is first in each pair before.
+
+    `changed`: the tensors that have heads in their rows.
+    """
+
+    def __init__(self, source: WeightSource, changed: frozenset[str], *, head_size: int, num_rotated: int) -> None:
+        """`num_rotated`: dimensions of a head."""
+        super().__init__(source, changed)
+        self._head_O = torch.arange(head_size)
+        self._head_O[:num_rotated] = torch.arange(num_rotated).view(-1, 2).t().flatten()
+
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
         self.source.copy_into(destination, name)
-        if name in self.of:
+        if name in self.changed:
             destination.copy_(destination[self._order(len(destination))])
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
-        if name in self.of:
+        if name in self.changed:
             destination = destination.taking(self._order(self.shape(name)[0]).numpy())
         self.source.quantize_into(destination, name)
 
-    def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
-        self.source.codes_into(destination, name)
-
-    def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
-        return None if name in self.of else self.source.stored_runs(name, destination)
-
     def _order(self, num_rows: int) -> torch.Tensor:
         """Finds where each row is stored."""
-        head = torch.arange(self.head_size)
-        head[: self.num_rotated] = torch.arange(self.num_rotated).view(-1, 2).t().flatten()
-        return (torch.arange(0, num_rows, self.head_size)[:, None] + head).flatten()
+        return (torch.arange(0, num_rows, len(self._head_O))[:, None] + self._head_O).flatten()
 
 
 def _missing(name: str, where: object) -> InvalidModelFile:
@@ -407,16 +408,11 @@ class GgufWeights:
     def _copy(self, destination: torch.Tensor, piece: Piece, name: str) -> None:
         stored = piece.stored
         block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
-        head_rows = stored.shape[0] // piece.interleaved_heads if piece.interleaved_heads else 1
-        # A vector is cut between blocks, a matrix between rows, and permuted rows between heads.
-        multiple = head_rows if len(stored.shape) > 1 else lcm(head_rows, block_items)
-        for part, start in _slices(destination, 0, 4, multiple):
+        # A vector is cut between blocks, a matrix between rows.
+        for part, start in _slices(destination, 0, 4, 1 if len(stored.shape) > 1 else block_items):
             raw = torch.empty(part.numel() // block_items * block_bytes, dtype=torch.uint8)
             _read_into(stored.path, stored.offset + start // block_items * block_bytes, raw)
             values = self._values(piece, raw.numpy(), part.shape[-1] if part.dim() else 1, name)
-            if piece.interleaved_heads:
-                # Stored as (heads, pairs, 2, ...); rotary halves come first in Hugging Face's order.
-                values = values.reshape(-1, head_rows // 2, 2, prod(part.shape[1:])).swapaxes(1, 2)
             part.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(part.shape))
 
     def _scatter(self, destination: torch.Tensor, piece: Piece, name: str) -> None:
@@ -484,8 +480,6 @@ class GgufWeights:
         num_rows, num_inputs = destination.shape
         block_items, block_bytes = GGML_QUANT_SIZES[stored.quant_type]
         row_bytes = num_inputs // block_items * block_bytes
-        if piece.interleaved_heads:
-            destination = destination.taking(_halves_first(num_rows, num_rows // piece.interleaved_heads))
         kind, kernels = destination.kind, c_kernels()
         packs = kernels is not None and kind == stored.quant_type
         step = max(1, SLICE_BYTES // (row_bytes if packs else 4 * num_inputs))
@@ -506,15 +500,7 @@ class GgufWeights:
         try:
             return dequantize(rows, quant_type)
         except NotImplementedError:
-            raise self._unreadable(quant_type, name) from None
-
-    def _unreadable(self, quant_type: GGMLQuantizationType, name: str) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self._path}: tensor {name!r} is stored as {quant_type.name}, which cannot be dequantised "
-            "here; use a file in Q4_K, Q8_0 or BF16."
-        )
-
-
-def _halves_first(num_rows: int, head_rows: int) -> np.ndarray:
-    """Finds where each row of Hugging Face's order is stored: rotary pairs lie side by side there."""
-    return np.arange(num_rows).reshape(-1, head_rows // 2, 2).swapaxes(1, 2).reshape(-1)
+            raise UnsupportedModel(
+                f"{self._path}: tensor {name!r} is stored as {quant_type.name}, which cannot be dequantised "
+                "here; use a file in Q4_K, Q8_0 or BF16."
+            ) from None
