@@ -37,11 +37,11 @@ from penstock.server.openai.asks import CompletionAsk, listed
 from penstock.server.openai.chat_asks import ChatAsk
 from penstock.server.openai.conversation import prompt_of
 from penstock.server.openai.response_asks import ResponseAsk
-from penstock.server.problems import ANTHROPIC_PATHS, Refused, anthropic_problem, problem_of
+from penstock.server.problems import Refused
 from penstock.server.run import CLIENT_CLOSED_REQUEST, unless_disconnected
 from penstock.server.service import Service, forms_of
 from penstock.server.settings import ServerSettings
-from penstock.server.sse import event, failure
+from penstock.server.sse import failure
 
 log = logging.getLogger("penstock.server")
 
@@ -184,7 +184,7 @@ class Front(Service):
                 raise
             lost = EngineClosed("The replica of this request was lost. Send it again.")
             lost.__cause__ = error
-            yield _failed(lost, call)
+            yield failure(lost, call.id, call.path)
         finally:
             self._end(stream)
 
@@ -203,14 +203,6 @@ def _reader(model: str, config: EngineConfig) -> PromptReader:
     place = settle(resolve(model), here, has_cuda=False)
     reader = prompt_reader(place.files, place.lane, LONGEST)
     return reader if reader.template is None else replace(reader, template=TemplateApart(reader.template))
-
-
-def _failed(error: PenstockError, call: Call) -> bytes:
-    """Ends a stream in the middle, in the shape of its API."""
-    if not call.path.startswith(ANTHROPIC_PATHS):
-        return failure(error, call.id)
-    _, told = anthropic_problem(*problem_of(error, call.id))
-    return event(told, "error")
 
 
 def make_front(fronts: Mapping[str, Front]) -> FastAPI:

@@ -256,7 +256,7 @@ class BatchJobs:
         while True:
             status, answer = await post_inside(self._app, route, body, request_id, sharing_scope=scope)
             if status != BUSY:
-                self._service.metrics.count_batch_line(status)
+                self._service.metrics.batch_lines.labels(str(status)).inc()
                 return status, answer
             await asyncio.sleep(RETRY_S)
 

@@ -47,7 +47,9 @@ class Gate:
         request_id = state["request_id"] = _request_id(headers)
         state.setdefault("arrived_at", time.perf_counter())
         inside: str | None = scope.get(SCOPE)
-        state["sharing_scope"] = self._sharing_scope(headers) if inside is None else inside
+        # Whose prefixes a request may find: everybody's, or those of its own key.
+        own = _digest(_key(headers)).hex() if self._keeps_keys_apart else ""
+        state["sharing_scope"] = own if inside is None else inside
         status: int | None = None
 
         async def answer(message: Message) -> None:
@@ -94,10 +96,6 @@ class Gate:
         """Tells a browser's question about CORS, which brings no key and is answered alike for every path."""
         asks = method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
         return asks and self._takes_preflights
-
-    def _sharing_scope(self, headers: Headers) -> str:
-        """Names those whose prefixes a request may find: everybody's, or those of its own key."""
-        return _digest(_key(headers)).hex() if self._keeps_keys_apart else ""
 
     def _check_key(self, headers: Headers) -> None:
         digest = _digest(_key(headers))

@@ -93,7 +93,8 @@ class KeptFiles:
                     file.write(piece)
             return self._keep(scope, part, file_id, num_bytes, name, purpose)
         except BaseException:
-            self._give_back(num_bytes)
+            with self._lock:
+                self._num_bytes -= num_bytes
             part.unlink(missing_ok=True)
             raise
 
@@ -125,10 +126,6 @@ class KeptFiles:
                     status=413,
                 )
             self._num_bytes += num_bytes
-
-    def _give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes -= num_bytes
 
     def has_room(self, num_bytes: int) -> bool:
         return self._num_bytes + num_bytes <= self._max_bytes

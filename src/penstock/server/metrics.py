@@ -105,9 +105,9 @@ class Metrics:
         self._layer_wait = gauge("layer_wait_seconds", "Time that steps waited for them.")
         self._preemptions = counter("num_preemptions_total", "Requests sent back to the queue to make room.")
         self._success = counter("request_success_total", "Requests that ended, by reason.", "finished_reason")
-        self._cancelled = counter("request_cancelled_total", "Requests that their clients left.")
-        self._unread = counter("unread_calls_total", "Times that an answer opened like a call and was none.")
-        self._batch_lines = counter("batch_lines_total", "Lines of batches that were answered, by status.", "status")
+        self.cancelled = counter("request_cancelled_total", "Requests that their clients left.")
+        self.unread_calls = counter("unread_calls_total", "Times that an answer opened like a call and was none.")
+        self.batch_lines = counter("batch_lines_total", "Lines of batches that were answered, by status.", "status")
         self._running = gauge("num_requests_running", "Requests that are being served.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._kv = gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.")
@@ -192,20 +192,11 @@ class Metrics:
         if queue_time_s is not None:
             self._queue.observe(queue_time_s)
         if output is None:
-            self.count_cancelled()
+            self.cancelled.inc()
 
     def forget(self, request_id: int) -> None:
         with self._lock:
             self._stalls.leave(request_id)
-
-    def count_batch_line(self, status: int) -> None:
-        self._batch_lines.labels(str(status)).inc()
-
-    def count_cancelled(self) -> None:
-        self._cancelled.inc()
-
-    def count_unread(self, num_calls: int) -> None:
-        self._unread.inc(num_calls)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

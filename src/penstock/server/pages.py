@@ -21,7 +21,8 @@ class OwnPages:
     def __init__(self, settings: ServerSettings) -> None:
         self._origins = settings.cors_origins
         self._hosts: frozenset[str] | None = None  # None: any, because names of a network are not known here
-        if settings.allowed_hosts or _is_loopback(settings.host):
+        is_loopback = settings.host in ("localhost", "::1") or settings.host.startswith("127.")
+        if settings.allowed_hosts or is_loopback:
             given = (*LOOPBACK_NAMES, settings.host, *settings.allowed_hosts)
             self._hosts = frozenset(_name(host) for host in given)
 
@@ -65,7 +66,3 @@ def _name(host: str) -> str:
     """Gives a host without its port; an address of IPv6 stands in brackets."""
     host = host.strip().lower()
     return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else re.sub(r":\d*$", "", host)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

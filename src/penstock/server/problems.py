@@ -77,16 +77,7 @@ class AnthropicProblem(BaseModel):
 
 
 ANTHROPIC_PATHS = "/v1/messages"
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
+ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 500: "api_error", 529: "overloaded_error"}
 
 
 def problem_of(error: BaseException, request_id: str | None) -> tuple[int, ProblemAnswer]:
@@ -101,10 +92,8 @@ def problem_of(error: BaseException, request_id: str | None) -> tuple[int, Probl
     else:
         log.error("failed", extra={"request_id": request_id}, exc_info=error)
         message = f"The server failed on this request ({type(error).__name__}). Its log has the details."
-    kind, code = (
-        TYPES.get(status, "invalid_request_error"),
-        error.code if isinstance(error, Refused) else CODES.get(type(error)),
-    )
+    kind = TYPES.get(status, "invalid_request_error")
+    code = error.code if isinstance(error, Refused) else CODES.get(type(error))
     problem = Problem(message=readable(message), type=kind, param=param, code=code, request_id=request_id)
     return status, ProblemAnswer(error=problem)
 

@@ -132,7 +132,7 @@ class Run:
                 self.service.board.join(request_id)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                self.service.metrics.count_cancelled()  # the one that was on its way when the client left
+                self.service.metrics.cancelled.inc()  # the one that was on its way when the client left
             self.close()
             raise
         self._num_open, self._num_prompt_tokens = num_choices, lengths[0]
@@ -246,7 +246,7 @@ class Run:
             metrics.end_answer(now - self.arrived_at, event.output)
             self._refuse_unfinished(event.output)
             choice.take(choice.reader.end())
-            metrics.count_unread(choice.reader.num_unread)
+            metrics.unread_calls.inc(choice.reader.num_unread)
             choice.output = event.output
             self._num_open -= 1
             if choice.written.calls and _num_tokens(choice.prompt):

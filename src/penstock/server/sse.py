@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.problems import problem_of
+from penstock.server.problems import ANTHROPIC_PATHS, anthropic_problem, problem_of
 
 NOTHING = b""  # given where there is nothing to send
 DONE = b"data: [DONE]\n\n"
@@ -26,8 +26,11 @@ def event(document: Any, name: str | None = None) -> bytes:
     return head + b"data: " + to_json(document, inf_nan_mode="null") + b"\n\n"
 
 
-def failure(error: BaseException, request_id: str) -> bytes:
-    _, answer = problem_of(error, request_id)
+def failure(error: BaseException, request_id: str, path: str = "") -> bytes:
+    """Ends a stream in the middle, in the shape of the API that the path is of."""
+    status, answer = problem_of(error, request_id)
+    if path.startswith(ANTHROPIC_PATHS):
+        return event(anthropic_problem(status, answer)[1], "error")
     return event(answer) + DONE
 
 

@@ -117,13 +117,7 @@ async def plan(ask: PlanAsk, request: Request) -> Plan:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Reset:
     """Forgets every prefix that nobody is using now."""
-    return Reset(freed_blocks=await Service.of(request, None).engine.call(_forget_prefixes))
-
-
-def _forget_prefixes(engine: Engine) -> int:
-    num_cached = engine.scheduler.pool.num_cached
-    engine.forget_prefixes()
-    return num_cached - engine.scheduler.pool.num_cached
+    return Reset(freed_blocks=await Service.of(request, None).engine.call(Engine.forget_prefixes))
 
 
 def _encoded(

@@ -22,7 +22,7 @@ from penstock.server.anthropic.blocks import (
     event,
 )
 from penstock.server.openai.conversation import converse, num_tokens
-from penstock.server.problems import AnthropicProblem, anthropic_problem, as_asked, problem_of
+from penstock.server.problems import ANTHROPIC_PATHS, AnthropicProblem, as_asked
 from penstock.server.run import PROGRESS_PERIOD_S, Choice, Run, Shape
 from penstock.server.service import Service
 
@@ -75,8 +75,7 @@ class AnsweredMessage(Shape):
         return begun + self._ping()
 
     def failed(self, error: BaseException, request_id: str) -> bytes:
-        _, told = anthropic_problem(*problem_of(error, request_id))
-        return event("error", **told.model_dump(exclude={"type"}))
+        return sse.failure(error, request_id, ANTHROPIC_PATHS)
 
     def _begin(self) -> bytes:
         self._has_begun = True

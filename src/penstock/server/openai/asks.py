@@ -193,14 +193,6 @@ class SamplingFields(InertFields):
     def num_choices(self) -> int:
         return self.n or 1
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def wants_usage_always(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
     def _sampling(self, **own: Any) -> SamplingParams:
         """Makes the engine's settings of the fields that have its names and of `own`; null is the engine's default."""
         asked = self.model_dump(include=_SAMPLED) | own

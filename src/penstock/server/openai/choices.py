@@ -8,7 +8,7 @@ from penstock.engine.engine import Event
 from penstock.request import Finished, Output, Token
 from penstock.server import sse
 from penstock.server.openai.answers import ChatAnswer, CompletionAnswer, Usage
-from penstock.server.openai.asks import SamplingFields
+from penstock.server.openai.asks import SamplingFields, StreamOptions
 from penstock.server.openai.logprobs import prompt_logprobs
 from penstock.server.run import Choice, Run, Shape
 
@@ -26,6 +26,7 @@ class ChoiceShape(Shape):
         self.tokenizer = run.engine.tokenizer
         self.is_scored_only = is_scored_only  # what is written is not asked for, and not counted
         self.ask = ask
+        self._options = ask.stream_options or StreamOptions()
         self._head = {"id": f"{self.prefix}-{run.request_id}", "created": run.created, "model": ask.model}
 
     def whole(self, choice: Choice, output: Output) -> dict[str, Any]:
@@ -56,18 +57,17 @@ class ChoiceShape(Shape):
             told = self.last(choice, event.output)
         else:
             return self._sent([], prompt_progress=self.run.progress()) if self.ask.return_progress else sse.NOTHING
-        more = {"usage": self._usage_so_far()} if self.ask.wants_usage_always else {}
+        more: dict[str, Any] = {}
+        if self._options.continuous_usage_stats:
+            num_written = sum(one.num_written for one in self.run.choices)
+            more["usage"] = self.run.usage_so_far(0 if self.is_scored_only else num_written)
         return b"".join([self._sent([{"index": choice.index} | each], **more) for each in told])
 
     def end(self) -> bytes:
-        return (self._sent([], usage=self._usage()) if self.ask.wants_usage else sse.NOTHING) + sse.DONE
+        return (self._sent([], usage=self._usage()) if self._options.include_usage else sse.NOTHING) + sse.DONE
 
     def _sent(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return sse.event(self._head | {"object": self.streamed_kind, "choices": choices} | more)
 
     def _usage(self) -> Usage:
         return Usage.of_outputs(self.run.outputs, self.ask.num_choices, is_scored_only=self.is_scored_only)
-
-    def _usage_so_far(self) -> Usage:
-        num_written = sum(choice.num_written for choice in self.run.choices)
-        return self.run.usage_so_far(0 if self.is_scored_only else num_written)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import JSONResponse
 
-from penstock.answer.events import ReasoningDelta, WrittenAnswer, WrittenCall, text_of
+from penstock.answer.events import ReasoningDelta, WrittenAnswer, text_of
 from penstock.engine.engine import Event
 from penstock.request import Finished, Output, Token
 from penstock.server import sse
@@ -112,7 +112,8 @@ class ResponseAnswer(BaseModel):
 async def responses(ask: ResponseAsk, request: Request) -> Response:
     service = Service.of(request, ask.model)
     run = Run(service, request)
-    before = _messages_before(run, ask.previous_response_id)
+    earlier = ask.previous_response_id
+    before = [] if earlier is None else service.responses.messages(run.sharing_scope, earlier)
     chat_ask = as_asked(lambda: ask.as_chat(before))
     if ask.skipped_items:
         run.report("skipped_items", ask.skipped_items)
@@ -130,10 +131,6 @@ async def stored_response(response_id: str, request: Request) -> Response:
 async def delete_response(response_id: str, request: Request) -> DeletedResponse:
     Service.of(request, None).responses.delete(request.state.sharing_scope, response_id)
     return DeletedResponse(id=response_id)
-
-
-def _messages_before(run: Run, response_id: str | None) -> list[dict[str, Any]]:
-    return [] if response_id is None else run.service.responses.messages(run.sharing_scope, response_id)
 
 
 class CreatedResponse(Shape):
@@ -240,7 +237,9 @@ class CreatedResponse(Shape):
     def _finished(self, written: WrittenAnswer, output: Output) -> ResponseAnswer:
         text, calls = written.text, written.calls
         status: Status = "incomplete" if output.finish_reason == "length" and not calls else "completed"
-        items: list[Any] = [_call(call) for call in calls]
+        items: list[Any] = [
+            OutputCall(id=f"fc_{call.id}", call_id=call.id, name=call.name, arguments=call.arguments) for call in calls
+        ]
         if text or not items:
             items = [OutputMessage(id=self._message_id, status=status, content=[OutputText(text=text)]), *items]
         if written.reasoning:  # behind a text that was told before it
@@ -281,7 +280,3 @@ class CreatedResponse(Shape):
     def _event(self, name: str, **fields: Any) -> bytes:
         self._num_events += 1
         return sse.event({"type": name, "sequence_number": self._num_events - 1} | fields, name)
-
-
-def _call(call: WrittenCall) -> OutputCall:
-    return OutputCall(id=f"fc_{call.id}", call_id=call.id, name=call.name, arguments=call.arguments)
