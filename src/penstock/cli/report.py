@@ -50,7 +50,13 @@ class DiskReport(Document):
     saved_s: float  # what reading the loaded tokens is predicted to take, less the loads
 
 
-class RunReport(Document):
+class PrintedReport(Document):
+    def to_json(self) -> str:
+        """Leaves out the fields that are there only where something was given."""
+        return self.model_dump_json(indent=2, exclude_defaults=True)
+
+
+class RunReport(PrintedReport):
     model: str  # as it was named
     lane: TraceLane  # the facts of the lane
     plan: RunPlan  # what was expected
@@ -97,12 +103,8 @@ class RunReport(Document):
             disk=None if disk is None else DiskReport.from_fields_of(disk, saved_s=round(disk.saved_s, 3)),
         )
 
-    def to_json(self) -> str:
-        unasked = {name for name in ("logprobs", "disk") if getattr(self, name) is None}
-        return self.model_dump_json(indent=2, exclude=unasked)
 
-
-class PlanReport(Document):
+class PlanReport(PrintedReport):
     model: str  # as it was named
     lane: TraceLane  # the facts of the lane
     prompt_tokens: int  # as given
@@ -135,9 +137,3 @@ class PlanReport(Document):
             streaming=plan.streaming,
             recording_bytes=prompt.recording_bytes or None,
         )
-
-    def to_json(self) -> str:
-        absent = {
-            name for name in ("adapter", "streaming", "disk_bytes", "recording_bytes") if getattr(self, name) is None
-        }
-        return self.model_dump_json(indent=2, exclude=absent)

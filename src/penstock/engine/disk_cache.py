@@ -22,6 +22,7 @@ from penstock.engine.loading import LoadedModel
 from penstock.lanes.table import LANES
 from penstock.schedule.budget import NUM_FEATURES, StepCost
 from penstock.schedule.moves import FIRST_OBSERVATIONS
+from penstock.trace.environment import installed
 
 KEPT_COST = "cost.json"
 RESTS = 20.0  # times as long as a look through the folder took, before the next
@@ -87,7 +88,7 @@ def about_model(model: LoadedModel) -> dict[str, str]:
         "penstock": penstock.__version__,
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "transformers": _transformers_version() if kind.needs_transformers else "",
+        "transformers": installed("transformers") if kind.needs_transformers else "",
         "weights": model.content,
         "adapter": "" if files.adapter is None else files.adapter.identity,
         "config": json.dumps(files.config, sort_keys=True, default=str),
@@ -101,12 +102,6 @@ def about_model(model: LoadedModel) -> dict[str, str]:
         "block_size": model.config.block_size,
     }
     return {name: str(value) for name, value in about.items()}
-
-
-def _transformers_version() -> str:
-    from importlib.metadata import version
-
-    return version("transformers")
 
 
 def _kept_cost(disk: DiskTier) -> list[float]:

@@ -226,13 +226,15 @@ class Engine:
                     return_pages(rows.data_ptr(), rows.nbytes)
         return_freed_memory()
 
-    def forget_prefixes(self) -> None:
-        """Drops every prefix that no running request uses."""
+    def forget_prefixes(self) -> int:
+        """Drops every prefix that no running request uses; returns how many blocks that freed."""
+        num_cached = self.scheduler.pool.num_cached
         for kept in (self.scheduler.prefix, self.states):
             if kept is not None:
                 kept.clear()
         if not self.scheduler.sequences:
             self.give_back()
+        return num_cached - self.scheduler.pool.num_cached
 
     def pin(self, tokens: Sequence[int], *, for_s: float, most_bytes: int | None = None, scope: str = "") -> int:
         """Spares what is known of a prefix from eviction for a while; says how many tokens that are.

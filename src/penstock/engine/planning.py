@@ -57,7 +57,12 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
     """`prompt`: its length in tokens, or the parts of a message, which are counted."""
     gpu = cuda_memory() if config.device in ("auto", "cuda") else None
     place = settle(resolve(model, weights=False), config, has_cuda=gpu is not None)
-    prompt_tokens = prompt if isinstance(prompt, int) else _counted(place, prompt)
+    if isinstance(prompt, int):
+        prompt_tokens = prompt
+    else:
+        from penstock.engine.prompts import prompt_reader
+
+        prompt_tokens = prompt_reader(place.files, place.lane).chat_feed(prompt).num_total or 0
     if prompt_tokens < 1:
         raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
     kind = LANES[place.lane.id]
@@ -109,12 +114,6 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         streaming=streaming,
         disk_bytes=None if config.cache_dir is None else kept_bytes,
     )
-
-
-def _counted(place: Place, parts: Sequence[TextPart]) -> int:
-    from penstock.engine.prompts import prompt_length
-
-    return prompt_length(place.files, parts, place.lane)
 
 
 def plan(model: str = defaults.DEFAULT_MODEL, *, prompt_tokens: int, **settings: Any) -> ModelPlan:

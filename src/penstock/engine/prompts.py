@@ -194,11 +194,6 @@ def chat_template(parts: TokenizerParts, own: str | None = None) -> ChatTemplate
     return None if template is None else ChatTemplate(template, special_tokens=parts.special_tokens)
 
 
-def prompt_length(files: ModelFiles, parts: Sequence[TextPart], facts: LaneFacts) -> int:
-    """Counts the tokens of a message made of the parts, by the tokenizer and the chat template alone."""
-    return prompt_reader(files, facts).chat_feed(parts).num_total or 0
-
-
 def prompt_reader(files: ModelFiles, facts: LaneFacts, capacity: int = 0) -> PromptReader:
     """Makes a reader without the model; it refuses no length."""
     known = load_tokenizer(files)
