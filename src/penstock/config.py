@@ -144,6 +144,11 @@ class EngineConfig:
         is_wide = gains_from_width or self.latency_target_ms is not None
         return replace(self, max_chunk_size=GPU_WIDE_CHUNK if is_wide else GPU_AUTO_CHUNK)
 
+    def refuse_if_strict(self, what: str, way_out: str) -> None:
+        """Refuses what would be changed and told otherwise."""
+        if self.strict:
+            raise InvalidSetting(f"--strict: {what}. {way_out}")
+
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 0:
             raise InvalidSetting(f"Chunk size is {self.chunk_size}; it must be 0 (whole prompt), 1 or more, or auto.")

@@ -140,8 +140,7 @@ class Intake:
         if not self._lane.reads_whole or asked.chunk_size == 0:
             return asked, ()
         message = f"chunk size {chunk_size} is the whole prompt: {self._lane.reason}"
-        if self._config.strict:
-            raise InvalidSetting(f"--strict: {message}. Leave the chunk size out.")
+        self._config.refuse_if_strict(message, "Leave the chunk size out.")
         return self._config, (message,)
 
     def _fitting(self, config: EngineConfig) -> EngineConfig:

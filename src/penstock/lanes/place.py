@@ -23,7 +23,7 @@ from penstock.models.files import ModelFiles
 from penstock.models.quantization import Quantization, expanded_types, has_codes_for_card, quantization_of, stored_types
 from penstock.models.shapes import DTYPE_BYTES
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
-from penstock.plan.placement import Placement, place_layers
+from penstock.plan.placement import place_layers
 from penstock.plan.recordings import LARGEST_CHUNKS, LARGEST_DECODES, captured_size, recording_bytes
 from penstock.proof.verdict import Verdict, load_verdict, save_verdict, verdict_key
 
@@ -136,17 +136,11 @@ class Place:
                 needed = narrow.budget_for(num_tokens, chunk=min(num_tokens, SWEEP_TOKENS))
                 placement = place_layers(layer_bytes, lacking_bytes=needed - budget)
                 if placement is not None:
-                    self._refuse_streaming_if_strict(placement, needed)
+                    streams = f"{len(placement.streamed)} of {placement.num_layers} layers would stream from disk"
+                    config.refuse_if_strict(f"{streams} for each step", f"Raise --memory to {written_budget(needed)}.")
                     return replace(narrow, placement=placement)
             num_tokens //= 2
         return memory
-
-    def _refuse_streaming_if_strict(self, placement: Placement, needed_bytes: int) -> None:
-        if self.config.strict:
-            raise InvalidSetting(
-                f"--strict: {len(placement.streamed)} of {placement.num_layers} layers would stream from disk for each "
-                f"step. Raise --memory to {written_budget(needed_bytes)}."
-            )
 
     def with_placement(self, memory: MemoryModel) -> Place:
         """Makes the place whose steps are as wide as pays where layers stream."""
@@ -180,8 +174,7 @@ class Place:
         if asked is None or asked <= model_context:
             return asked or model_context, []
         message = f"context {asked} is past the {model_context} that the model was trained for"
-        if self.config.strict:
-            raise InvalidSetting(f"--strict: {message}. Lower --context.")
+        self.config.refuse_if_strict(message, "Lower --context.")
         return asked, [f"{message}; answers may be poor"]
 
     def lane_adjustments(self) -> list[str]:
@@ -197,19 +190,15 @@ class Place:
         if not lane.shares_prefixes and config.prefix_cache:
             found.append(NO_SHARED_PREFIXES + TEXT_ALONE * lane.reads_images)
         if not lane.shares_prefixes and config.overlap:
-            message = f"overlap {config.overlap} lowered to 0: the model's own cache cannot be rewound"
-            if config.strict:
-                raise InvalidSetting(f"--strict: {message}. Lower --overlap to 0.")
-            found.append(message)
+            found.append(f"overlap {config.overlap} lowered to 0: the model's own cache cannot be rewound")
+            config.refuse_if_strict(found[-1], "Lower --overlap to 0.")
         if self.files.why_no_tower:
             found.append(self.files.why_no_tower)
         if self.quantize == "keep" and (names := expanded_types(self.files)):
             found.append(f"weights in {', '.join(names)} are expanded to {self.dtype}: nothing multiplies their codes")
         if config.cache_dir is not None and not self.uses_disk:
-            message = f"nothing is kept in the cache folder: {self.why_no_disk}"
-            if config.strict:
-                raise InvalidSetting(f"--strict: {message}. Leave --cache-dir out.")
-            found.append(message)
+            found.append(f"nothing is kept in the cache folder: {self.why_no_disk}")
+            config.refuse_if_strict(found[-1], "Leave --cache-dir out.")
         if lane.reads_source and config.overlap:
             found.append(f"overlap {config.overlap} has no meaning for a source; it is 0")
         return found

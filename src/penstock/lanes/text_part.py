@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidSetting, UnsupportedModel
+from penstock.errors import UnsupportedModel
 from penstock.lanes.native_text_kind import NATIVE_TEXT
 from penstock.models.families import FAMILIES
 from penstock.models.files import ModelFiles
@@ -41,8 +41,8 @@ def part_to_read(files: ModelFiles, config: EngineConfig, *, is_for_images: bool
     text = _text_config(files, must_be_native=why != ASKED_FOR) if why else None
     if text is None:
         return files
-    if config.strict and why != ASKED_FOR:
-        raise InvalidSetting(f"--strict: only the text part of this model could be read: {why}. Or give --text-only.")
+    if why != ASKED_FOR:
+        config.refuse_if_strict(f"only the text part of this model could be read: {why}", "Or give --text-only.")
     return dataclasses.replace(files, config=text, identity=f"{files.identity}:text", why_text_only=why)
 
 

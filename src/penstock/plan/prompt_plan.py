@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig, told_budget
-from penstock.errors import InvalidSetting
 from penstock.plan.chunks import Stops, chunk_end
 from penstock.plan.memory import MemoryModel
 from penstock.request import Span
@@ -121,20 +120,15 @@ def _adjustments(
         found.append(
             f"{name} lowered to {min(lowered)} to {max(sizes)} by the memory budget, {told_budget(budget_bytes)}"
         )
-        _refuse_if_strict(config, found[-1], "Raise --memory or lower --chunk-size.")
+        config.refuse_if_strict(found[-1], "Raise --memory or lower --chunk-size.")
     if asked and asked < stops.end and asked % boundary:
         kept = f"{asked // boundary * boundary}" if asked > boundary else f"{asked} or less"
         found.append(f"{name} is {kept}: chunks end with blocks of {boundary}, where recurrent state can be saved")
-        _refuse_if_strict(config, found[-1], f"Make --chunk-size a multiple of {boundary}.")
+        config.refuse_if_strict(found[-1], f"Make --chunk-size a multiple of {boundary}.")
     if asked and (widest := max((span.end - span.start for span in stops.atomic), default=0)) > asked:
         found.append(f"{name} raised to {widest} where tokens of an image see each other and are read together")
-        _refuse_if_strict(config, found[-1], f"Make --chunk-size at least {widest}.")
+        config.refuse_if_strict(found[-1], f"Make --chunk-size at least {widest}.")
     if config.overlap and boundary > 1:
         found.append(f"overlap {config.overlap} is 0: recurrent state cannot go back over tokens")
-        _refuse_if_strict(config, found[-1], "Leave --overlap out.")
+        config.refuse_if_strict(found[-1], "Leave --overlap out.")
     return found
-
-
-def _refuse_if_strict(config: EngineConfig, what: str, way_out: str) -> None:
-    if config.strict:
-        raise InvalidSetting(f"--strict: {what}. {way_out}")
