@@ -41,28 +41,19 @@ class ChatTemplate:
         """Names the variables that the template reads and that whoever asks may set."""
         return Sandbox().variables(self.source) - {*_GIVEN, *self.special_tokens}
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt; whatever the template refuses or fails at becomes one InvalidPrompt."""
-        text, _ = self._render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        text, _ = self._render(messages, **variables)
         return text
 
-    def split(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        content_at: int,
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> tuple[str, str] | None:
+    def split(self, messages: Sequence[Mapping[str, Any]], content_at: int, **variables: Any) -> tuple[str, str] | None:
         """Finds (before, after) so that the rendering is before + content + after for every content of message
         `content_at` that is not empty; None if that is not proven. The content that is there now plays no part.
         """
         opened = [dict(message) for message in messages]
         opened[content_at]["content"] = Opaque(_SENTINEL)
         try:
-            text, was_inspected = self._render(opened, add_generation_prompt=add_generation_prompt, **variables)
+            text, was_inspected = self._render(opened, **variables)
         except Inspected:
             return None
         if was_inspected or text.count(_SENTINEL) != 1:
@@ -70,8 +61,11 @@ class ChatTemplate:
         before, _, after = text.partition(_SENTINEL)
         return before, after
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, bool]:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> tuple[str, bool]:
         known = {"tools": None, "documents": None, **self.special_tokens, **variables, "messages": messages}
+        known["add_generation_prompt"] = add_generation_prompt
         budget = _budget_for(known)
         try:
             with spending(budget):

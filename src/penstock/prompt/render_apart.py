@@ -24,20 +24,11 @@ class TemplateApart(ChatTemplate):
         given = {"source": self.source, "special_tokens": self.special_tokens}
         self._apart = Apart(f"{__name__}:rendering", lambda: given, bounds=bounds, refusal=refusal)
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        return self._apart.ask([None, messages, add_generation_prompt, variables])
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        return self._apart.ask([None, messages, variables])
 
-    def split(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        content_at: int,
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> tuple[str, str] | None:
-        found = self._apart.ask([content_at, messages, add_generation_prompt, variables])
+    def split(self, messages: Sequence[Mapping[str, Any]], content_at: int, **variables: Any) -> tuple[str, str] | None:
+        found = self._apart.ask([content_at, messages, variables])
         return found and tuple(found)
 
     def close(self) -> None:
@@ -48,10 +39,9 @@ def rendering(given: dict[str, Any]) -> Callable[[list[Any]], Any]:
     template = ChatTemplate(given["source"], special_tokens=given["special_tokens"])
 
     def answer(asked: list[Any]) -> Any:
-        content_at, messages, add_generation_prompt, variables = asked
-        given = {"add_generation_prompt": add_generation_prompt} | variables
-        return (
-            template.render(messages, **given) if content_at is None else template.split(messages, content_at, **given)
-        )
+        content_at, messages, variables = asked
+        if content_at is None:
+            return template.render(messages, **variables)
+        return template.split(messages, content_at, **variables)
 
     return answer

@@ -28,8 +28,8 @@ class Policy:
 
     decodes_beside_prompts: bool  # a step that carries prompt chunks carries the decodes too
     has_floor: bool  # prompts get the floor in every step that carries them, and all there is without a latency target
-    most_steps_without_decode: int
-    most_steps_without_prefill: int
+    most_steps_without_decode: int = 0
+    most_steps_without_prefill: int = 0
 
     @property
     def decode_turns_between_chunks(self) -> int:
@@ -40,23 +40,10 @@ class Policy:
 
 
 POLICIES = {
-    PrefillPriority.PREFILL_FIRST: Policy(
-        decodes_beside_prompts=False,
-        has_floor=True,
-        most_steps_without_decode=256,
-        most_steps_without_prefill=0,
-    ),
-    PrefillPriority.INTERLEAVED: Policy(
-        decodes_beside_prompts=True,
-        has_floor=True,
-        most_steps_without_decode=0,
-        most_steps_without_prefill=0,
-    ),
+    PrefillPriority.PREFILL_FIRST: Policy(decodes_beside_prompts=False, has_floor=True, most_steps_without_decode=256),
+    PrefillPriority.INTERLEAVED: Policy(decodes_beside_prompts=True, has_floor=True),
     PrefillPriority.DECODE_PRIORITY: Policy(
-        decodes_beside_prompts=True,
-        has_floor=False,
-        most_steps_without_decode=0,
-        most_steps_without_prefill=LONGEST_PREFILL_WAIT,
+        decodes_beside_prompts=True, has_floor=False, most_steps_without_prefill=LONGEST_PREFILL_WAIT
     ),
 }
 
@@ -145,13 +132,8 @@ class StepLoad:
         if waves is None or not self.num_prompt_tokens:
             return self.features
         filled = waves.tokens_charged(self.num_prompt_tokens) / self.num_prompt_tokens
-        return (
-            self.num_passes,
-            self.num_tokens,
-            filled * self.token_contexts,
-            self.decode_contexts,
-            self.chunk_contexts,
-        )
+        num_passes, num_tokens, token_contexts, *others = self.features
+        return (num_passes, num_tokens, filled * token_contexts, *others)
 
 
 NUM_FEATURES = 5

@@ -183,7 +183,7 @@ class Scheduler:
             return
         sequence.abort_reason = reason
         sequence.is_leaving = True
-        self._leave_if_landed(sequence)
+        self._leave_if_it_may(sequence)
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed, and pins whose time is over."""
@@ -322,7 +322,9 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> None:
         """In-flight tokens become computed ones; sampled tokens are appended; ended sequences leave."""
-        flight = self._land(result.step)
+        assert self._flights, "no step is in flight"
+        flight = self._flights.popleft()
+        assert flight.plan.step == result.step, f"step {result.step} is not the first in flight ({flight.plan.step})"
         if flight.plan.chunks:
             self.budget.observe(flight.load, result.elapsed_s)
             self._queue_limit.observe(flight.load.num_prompt_tokens, result.elapsed_s)
@@ -339,15 +341,11 @@ class Scheduler:
                 sequence.num_scheduled = sequence.num_computed
             elif chunk.end <= len(sequence.tokens):  # else the answer ended before this token was computed
                 self._commit(sequence, chunk)
-            if sequence.is_leaving:
-                self._leave_if_landed(sequence)
-                continue
-            token = result.token_by_sequence.get(sequence.id)
-            if token is not None:
-                sequence.tokens.append(token)
-            if sequence.id in result.finished:
-                sequence.is_leaving = True
-                self._leave_if_landed(sequence)
+            if not sequence.is_leaving:
+                if (token := result.token_by_sequence.get(sequence.id)) is not None:
+                    sequence.tokens.append(token)
+                sequence.is_leaving = sequence.id in result.finished
+            self._leave_if_it_may(sequence)
 
     def fail(self, step: int) -> None:
         """The step did not happen, nor any after it: every sequence stands where it stood, and goes on from there.
@@ -366,8 +364,7 @@ class Scheduler:
                 sequence.cursor = None  # what it had in these layers may have changed
                 if chunk.state is not None or self.limits.restarts_after_failure:
                     self.holdings.start_over(sequence)
-                if sequence.is_leaving:
-                    self._leave_if_landed(sequence)
+                self._leave_if_it_may(sequence)
 
     def _take_back(self, chunk: Chunk) -> None:
         sequence = self.sequences[chunk.sequence_id]
@@ -420,12 +417,6 @@ class Scheduler:
         )
         self._flights.append(Flight(plan=plan, load=load, claimed=frozenset(draft.claimed)))
         return plan
-
-    def _land(self, step: int) -> Flight:
-        assert self._flights, "no step is in flight"
-        flight = self._flights.popleft()
-        assert flight.plan.step == step, f"step {step} is not the first in flight ({flight.plan.step})"
-        return flight
 
     def _num_slots(self, chunk: Chunk) -> int:
         if chunk.num_slots_before is None:
@@ -692,11 +683,9 @@ class Scheduler:
         del self.running[sequence.id]
         self.waiting[sequence.id] = sequence
 
-    def _leave_if_landed(self, sequence: Sequence) -> None:
-        if sequence.num_steps == 0:
-            self._leave(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave_if_it_may(self, sequence: Sequence) -> None:
+        if not sequence.is_leaving or sequence.num_steps:
+            return
         if self.holdings.moves is not None:
             self.holdings.moves.order_last_state(sequence)
         self.holdings.release(sequence)
