@@ -598,19 +598,15 @@ class Decoder:
         """Yields what belongs to one layer."""
         layer, prefix, of_layer = self.layers[index], f"model.layers.{index}", self._projections[index]
         others = [part for name, norm in layer.norms.items() for part in _norm_parts(f"{prefix}.{name}", norm)]
+        linears: list[tuple[Role, Linear | None]] = []
         for recurrence in (layer.mixer, layer.beside):
             if isinstance(recurrence, Recurrence):
                 others += recurrence.destinations(f"{prefix}.{RECURRENCE_NAMES[type(recurrence.spec)]}")
                 gates = recurrence.beta_alpha if isinstance(recurrence, GatedDelta) else None
                 first = recurrence.qkvz if isinstance(recurrence, GatedDelta) else recurrence.input
-                for role, linear in zip(RECURRENT_ROLES, (first, gates, recurrence.output), strict=True):
-                    if linear is not None:
-                        yield from _linear_parts(of_layer[role], linear)
+                linears += zip(RECURRENT_ROLES, (first, gates, recurrence.output), strict=True)
         if isinstance(layer.mixer, Attention):
-            yield from _linear_parts(of_layer["qkv"], layer.mixer.qkv)
-            yield from _linear_parts(of_layer["output"], layer.mixer.output)
-            if layer.mixer.query is not None:
-                yield from _linear_parts(of_layer["query"], layer.mixer.query)
+            linears += [("qkv", layer.mixer.qkv), ("output", layer.mixer.output), ("query", layer.mixer.query)]
             if layer.mixer.made_OI is not None:
                 others.append((f"{prefix}.self_attn.kv_b_proj.weight", layer.mixer.made_OI))
             if layer.mixer.sinks_H is not None:
@@ -623,18 +619,19 @@ class Decoder:
                         yield from _parts(of_layer[role], matrix)
                     elif isinstance(matrix, Mxfp4Matrices):
                         yield of_layer[role].parts[0].name, matrix
-                for role, linear in zip(SHARED_ROLES, experts.shared_linears, strict=False):
-                    yield from _linear_parts(of_layer[role], linear)
+                if experts.shared is not None:
+                    linears += zip(SHARED_ROLES, (experts.shared.first, experts.shared.down), strict=True)
         if isinstance(layer.mlp, Mlp):
-            yield from _linear_parts(of_layer["gate_up"], layer.mlp.first)
-            yield from _linear_parts(of_layer["down"], layer.mlp.down)
+            linears += [("gate_up", layer.mlp.first), ("down", layer.mlp.down)]
             if isinstance(layer.mlp, PlainMlp) and isinstance(xielu := layer.mlp.activation, Xielu):
                 others += [(f"{prefix}.mlp.act_fn.{one.name}", getattr(xielu, one.name)) for one in fields(xielu)]
         if layer.gate is not None:
-            yield from _linear_parts(of_layer["input_gate"], layer.gate.gate)
-            yield from _linear_parts(of_layer["input_output"], layer.gate.output)
+            linears += zip(GATE_ROLES, (layer.gate.gate, layer.gate.output), strict=True)
         if layer.scale_1 is not None:
             others.append((f"{prefix}.layer_scalar", layer.scale_1))
+        for role, linear in linears:
+            if linear is not None:
+                yield from _linear_parts(of_layer[role], linear)
         for name, destination in others:
             yield stored_name(self.spec, name), destination
 
@@ -656,10 +653,7 @@ def _norm_parts(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, tor
 def _linear_parts(projection: Projection, linear: Linear) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
     yield from _parts(projection, linear.weight_OI)
     if linear.bias_O is not None:
-        row = 0
-        for part in projection.parts:
-            yield part.bias, linear.bias_O[row : row + part.num_rows]
-            row += part.num_rows
+        yield from zip([part.bias for part in projection.parts], linear.bias_O.split(projection.sizes), strict=True)
 
 
 def _parts(
@@ -667,8 +661,5 @@ def _parts(
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
     if isinstance(weight, QuantizedMatrix):
         yield from ((part.name, QuantizedRows(matrix=weight, outputs_N=rows)) for part, rows in projection.outputs)
-        return
-    row = 0
-    for part in projection.parts:
-        yield part.name, weight[row : row + part.num_rows]
-        row += part.num_rows
+    else:
+        yield from zip([part.name for part in projection.parts], weight.split(projection.sizes), strict=True)

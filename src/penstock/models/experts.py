@@ -226,11 +226,6 @@ class Experts:
         assert isinstance(self.down, torch.Tensor), "codes are multiplied on a CPU alone"
         return self.down
 
-    @property
-    def shared_linears(self) -> list[Linear]:
-        """Lists the matrices of the expert that every token has."""
-        return [] if self.shared is None else [self.shared.first, self.shared.down]
-
     def settle(self, hidden_size: int) -> None:
         """Brings what was read to the form in which it is used."""
         if self.routed_norm is not None:

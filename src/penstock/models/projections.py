@@ -70,8 +70,12 @@ class Projection:
         return self.kept_apart or (0, self.num_outputs)
 
     @property
+    def sizes(self) -> list[int]:
+        return [part.num_rows for part in self.parts]
+
+    @property
     def num_outputs(self) -> int:
-        return sum(part.num_rows for part in self.parts)
+        return sum(self.sizes)
 
     @property
     def outputs(self) -> Iterator[tuple[Part, np.ndarray]]:
