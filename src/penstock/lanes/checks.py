@@ -60,13 +60,10 @@ class Checks:
             changes |= {"exact": False, "max_difference": found.max_difference, "reason": found.reason}
             if self.has_pages:  # what failed is not used to read whole prompts either
                 changes["way"] = Way.OWN_CACHE
-        return self._changed(changes)
+        return self.with_changes(changes)
 
-    def with_own_cache(self) -> Checks:
-        """The verdict for the model's own cache, where pages are not exact."""
-        return self._changed({"way": Way.OWN_CACHE})
-
-    def _changed(self, changes: dict[str, Any]) -> Checks:
+    def with_changes(self, changes: dict[str, Any]) -> Checks:
+        """The verdict with other fields, which is kept for the next load."""
         checks = dataclasses.replace(self, verdict=self.verdict.model_copy(update=changes))
         self.place.keep_verdict(checks.verdict)
         return checks

@@ -21,6 +21,7 @@ from penstock.models.files import ModelFiles
 from penstock.models.generic_spec import generic_spec
 from penstock.plan.memory import ModelShape
 from penstock.proof.images import check_picture, check_real_media
+from penstock.proof.verdict import Way
 
 
 class MultimodalLane(MediaIntake):
@@ -74,7 +75,7 @@ class GenericImagesLoader:
         if checks.verdict.exact and checks.verdict.picture is None and (found := check_picture(lane)) is not None:
             checks = checks.with_finding("picture", found)
             if checks.has_pages and not _is_exact_in_pages(lane):
-                checks = checks.with_own_cache()
+                checks = checks.with_changes({"way": Way.OWN_CACHE})
         over_pages = attention_backend if checks.has_pages else None
         checks = checks.with_real_weights(model, lambda: check_real_media(lane, over_pages))
         lane.facts = with_boundary(checks.facts(model), media.sight)

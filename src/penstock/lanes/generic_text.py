@@ -71,10 +71,6 @@ class EnteringModel:
             recomputes=self.verdict.way is Way.RECOMPUTED,
         )
 
-    def cache_bytes(self) -> tuple[int, int]:
-        """Measures (bytes of a sequence whatever its length, bytes per token) of the model's own cache."""
-        return self.caches().cache_bytes()
-
     def pages(self, num_slots: int) -> KvStorage:
         return pages_of(self.model, self.calls, num_slots)
 
@@ -97,8 +93,10 @@ class GenericTextLoader:
         checks = checks.with_real_weights(model, lambda: check_real_text(model, checks.verdict, attention_backend))
         facts = checks.facts(model)
         entering = EnteringModel(model, checks.verdict)
-        fixed, per_token = (0, 0) if entering.calls else entering.cache_bytes()
-        num_kv_layers, sizes = len(entering.calls) or self.spec.num_kv_layers, _measured_sizes(entering, fixed)
+        fixed, per_token = (0, 0) if entering.calls else entering.caches().cache_bytes()
+        num_kv_layers = len(entering.calls) or self.spec.num_kv_layers
+        # What the model really calls and keeps, in place of the estimates from its config.
+        sizes = (sizes_of(entering.calls) if entering.calls else {}) | {"state_bytes": fixed}
         memory = price(place, checks.verdict)
         memory = loading.measured(
             memory,
@@ -124,10 +122,3 @@ class GenericTextLoader:
             num_tokens=num_tokens,
             attention=ways.attention if isinstance(ways, JoinedModel) else None,
         )
-
-
-def _measured_sizes(entering: EnteringModel, fixed_bytes: int) -> dict[str, int]:
-    """What the model really calls and keeps, in place of the estimates from its config."""
-    if not entering.calls:
-        return {"state_bytes": fixed_bytes}
-    return sizes_of(entering.calls) | {"state_bytes": 0}

@@ -12,7 +12,6 @@ from penstock.lanes.place import Place
 from penstock.models.families import FAMILIES
 from penstock.models.generic_spec import num_stored_parameters
 from penstock.models.media_spec import NATIVE_MEDIA, in_eight_bits, media_text_config, num_deepstack_layers, text_part
-from penstock.models.shapes import native_shape
 from penstock.plan.memory import MemoryModel
 from penstock.proof.verdict import Verdict
 
@@ -37,14 +36,7 @@ def claim(config: Mapping[str, Any]) -> Claim:
 
 
 def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
-    quantization = place.quantization
-    shape = native_shape(
-        media_text_config(place.files),
-        place.dtype,
-        quantization,
-        multiplies_codes=quantization is not None and place.multiplies_codes,
-        device=place.device,
-    )
+    shape = native_text_kind.shape_of(media_text_config(place.files), place)
     shape = dataclasses.replace(shape, num_parameters=num_stored_parameters(place.files) or shape.num_parameters)
     row_bytes = shape.hidden_size * place.item_bytes
     memory = native_text_kind.memory_of(shape, place)

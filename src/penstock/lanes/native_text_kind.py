@@ -34,19 +34,18 @@ def claim(config: Mapping[str, Any]) -> Claim:
 
 
 def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
-    quantization = place.quantization
-    shape = native_shape(
-        place.files.config,
-        place.dtype,
-        quantization,
-        multiplies_codes=quantization is not None and place.multiplies_codes,
-        device=place.device,
-    )
-    memory = memory_of(shape, place)
+    memory = memory_of(shape_of(place.files.config, place), place)
     if place.device != "cpu":  # a card reads no layers from disk, and is not given wide steps in tiles
         return memory
     spec = decoder_spec(place.files.config)
-    return place.streaming(replace(memory, tile_tokens=TILE_TOKENS), layer_bytes(spec, place.dtype, quantization))
+    return place.streaming(replace(memory, tile_tokens=TILE_TOKENS), layer_bytes(spec, place.dtype, place.quantization))
+
+
+def shape_of(config: Mapping[str, Any], place: Place) -> ModelShape:
+    """The shape of a native decoder with that config, as its place keeps and multiplies its weights."""
+    quantization = place.quantization
+    multiplies_codes = quantization is not None and place.multiplies_codes
+    return native_shape(config, place.dtype, quantization, multiplies_codes=multiplies_codes, device=place.device)
 
 
 def streaming_plan(place: Place, memory: MemoryModel) -> StreamingPlan | None:

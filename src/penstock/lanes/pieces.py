@@ -160,7 +160,9 @@ class _Capture(_Dry):
         try:
             out_TM.copy_(forward())
         except BaseException:
-            self._abandon()
+            assert self._graph is not None
+            with suppress(RuntimeError):  # so that the error is told and not that a capture is under way
+                self._graph.capture_end()
             raise
         self._end(None)
         return tuple(self._pieces)
@@ -181,9 +183,3 @@ class _Capture(_Dry):
         self._graph.capture_end()
         self.pool = self._graph.pool()
         self._pieces.append(CapturedPiece(graph=self._graph, then=then))
-
-    def _abandon(self) -> None:
-        """Ends the capture under way, so that the error is told and not that a capture is under way."""
-        assert self._graph is not None
-        with suppress(RuntimeError):
-            self._graph.capture_end()

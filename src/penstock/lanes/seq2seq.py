@@ -212,6 +212,7 @@ class Seq2SeqLoader:
         model = load_causal(place.files, self.model_class, self.model_config, loading.dtype, loading.device)
         checks = loading.checks.with_real_weights(model, lambda: check_real_encoder(model))
         chunked = checks.verdict.answer_chunks
+        end = getattr(model.generation_config, "eos_token_id", None)
         lane = Seq2SeqLane(
             model,
             facts=checks.facts(model),
@@ -226,10 +227,5 @@ class Seq2SeqLoader:
             num_tokens=min(place.room(memory), 2 * max_source * place.config.max_running),
             max_context=2 * max_source,
             adjustments=lane.rules.not_done,
-            eos_ids=_end_tokens(model.generation_config),
+            eos_ids=frozenset(end if isinstance(end, list) else [] if end is None else [end]),
         )
-
-
-def _end_tokens(generation_config: Any) -> frozenset[int]:
-    found = getattr(generation_config, "eos_token_id", None)
-    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
