@@ -30,6 +30,7 @@ from penstock.request import MediaKey
 # What media are allowed to see: only what comes before, their whole span, or (with the text) the whole prompt.
 Sight = Literal["causal", "span", "prompt"]
 OTHER_MEDIA = ("pixel_values_videos", "input_features", "input_values", "audio_values")
+NOT_HANDED_ON = ("input_ids", "mm_encoder_outputs", "labels")
 IMAGE_TYPE = 1
 SEES_AHEAD = 1e-3  # of the largest logit: more than rounding
 
@@ -110,15 +111,7 @@ class MediaPrompt:
         self.rope_delta = 0 if self.rope_deltas is None else int(self.rope_deltas.flatten()[0])  # of the first row
         self._types = types
         self._num_past = num_cached_tokens(inputs)
-        dropped = {
-            *CACHE_NAMES,
-            *TYPE_NAMES,
-            *media.tower.takes,
-            *media.tower.settings,
-            "input_ids",
-            "mm_encoder_outputs",
-            "labels",
-        }
+        dropped = {*CACHE_NAMES, *TYPE_NAMES, *NOT_HANDED_ON, *media.tower.takes, *media.tower.settings}
         rest = {name: value for name, value in inputs.items() if name not in dropped}
         self._rest = TextCall(inputs=rest | {"position_ids": self.position_ids}, num_tokens=self.num_tokens)
         self._deepstack: dict[str, Any] | None = None  # of the chunk that runs now

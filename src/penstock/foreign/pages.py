@@ -155,11 +155,6 @@ def attention_calls(model: Any, signature: ForwardSignature) -> tuple[CallSizes,
     return tuple(probe.calls)
 
 
-def sizes_of(calls: Sequence[CallSizes]) -> dict[str, int]:
-    """The sizes of all layers' calls, which are alike."""
-    return {name: getattr(calls[0], name) for name in ("num_heads", "num_kv_heads", "head_size")}
-
-
 def pages_of(model: Any, calls: Sequence[CallSizes], num_slots: int) -> KvStorage:
     """Makes the pages of a model that calls our attention in these sizes."""
     return KvStorage(

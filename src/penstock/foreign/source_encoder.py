@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from penstock.errors import InvalidPrompt, InvalidSetting, PromptTooLong, UnsupportedModel
 from penstock.foreign.signature import ForwardSignature
 from penstock.foreign.source_attention import MaskFunction, SourceRule, attend
-from penstock.foreign.source_local import OWN_ATTENTIONS, OwnCall, long_t5_bias
+from penstock.foreign.source_local import OWN_ATTENTIONS, Due, SourceState, long_t5_bias
 
 INTERFACE = "penstock-source"
 PASSES_PER_LAYER = 2  # keys and values, then everything else
@@ -31,37 +31,8 @@ ATTENTION_SWITCH = "set_attention_type"  # of encoders that forget their kind of
 OFFSET_NAME = "past_key_values_length"  # how position tables of the library are told where a piece begins
 
 
-@dataclass(slots=True, kw_only=True)
-class SourceState:
-    """One source while it is read: all of its hidden states, and the keys and values of the layer that is due."""
-
-    ids_BS: torch.Tensor
-    is_padding_BS: torch.Tensor | None  # None: no padding
-    hidden_BSM: torch.Tensor | None = None
-    k_BKSD: torch.Tensor | None = None
-    v_BKSD: torch.Tensor | None = None
-    bias_by_module: dict[int, torch.Tensor] = field(default_factory=dict)
-    has_all_positions: bool = False  # tables that grow with the source were grown
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)  # by attention that is no call of the interface
-
-    @property
-    def num_tokens(self) -> int:
-        return self.ids_BS.shape[1]
-
-
 class _KeysTaken(Exception):
     """Ends a layer whose keys and values are all that was wanted."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Due:
-    """What the encoder's forward is to compute now."""
-
-    state: SourceState
-    layer: int
-    rows: slice
-    keys_only: bool
-    num_attention_calls: int = 0
 
 
 class _Turn(nn.Module):
@@ -113,7 +84,7 @@ class TiledEncoder:
         self.takes_positions = ForwardSignature.of(encoder.forward).accepts("position_ids")
         self.position_tables = _position_tables(encoder)
         self.max_positions = position_limit(encoder)
-        self.due: _Due | None = None
+        self.due: Due | None = None
         self._layers = layers
         # What a layer gives besides hidden states; T5 hands its bias to the next layer there.
         self._output_kinds = _output_kinds(encoder, layers[0])
@@ -144,7 +115,9 @@ class TiledEncoder:
             number, low = divmod(start, num_tokens)
             high = min(num_tokens, low + end - start)
             layer, kind = divmod(number, PASSES_PER_LAYER)
-            self._run(_Due(state=state, layer=layer, rows=slice(low, high), keys_only=kind == 0))
+            bias_module = self._bias_modules[layer]
+            rows = slice(low, high)
+            self._run(Due(state=state, layer=layer, rows=rows, keys_only=kind == 0, bias_module=bias_module))
             start += high - low
         if end == self.num_passes * num_tokens:
             state.k_BKSD = state.v_BKSD = None
@@ -158,14 +131,14 @@ class TiledEncoder:
         others = [hidden_BTM.new_zeros(1, 1, 1, 1) if is_tensor else None for is_tensor in self._output_kinds[1:]]
         return (hidden_BTM, *others)
 
-    def keep(self, due: _Due, hidden_BTM: torch.Tensor) -> None:
+    def keep(self, due: Due, hidden_BTM: torch.Tensor) -> None:
         state = due.state
         if state.hidden_BSM is None:
             batch, _, width = hidden_BTM.shape
             state.hidden_BSM = hidden_BTM.new_empty(batch, state.num_tokens, width)
         state.hidden_BSM[:, due.rows] = hidden_BTM[:, : due.rows.stop - due.rows.start]  # some pad to whole blocks
 
-    def _run(self, due: _Due) -> None:
+    def _run(self, due: Due) -> None:
         state, rows = due.state, due.rows
         named: dict[str, Any] = {"attention_mask": torch.ones_like(state.ids_BS[:, rows])}
         if self.takes_positions:
@@ -182,7 +155,7 @@ class TiledEncoder:
             self.keep(due, output.last_hidden_state)  # the final norm is in it
 
     @contextmanager
-    def _in_place(self, due: _Due) -> Generator[None]:
+    def _in_place(self, due: Due) -> Generator[None]:
         """Our attention, our stand-ins and the tile's position, for one call of the encoder's forward."""
         config = self.encoder.config
         implementation = config._attn_implementation
@@ -194,7 +167,7 @@ class TiledEncoder:
         for module in biased:
             module.compute_bias = _no_bias
         for module, own in self._own:
-            module.forward = partial(own.forward, module, self._own_call(due))
+            module.forward = partial(own.forward, module, due, partial(_attended, self, due))
         if pads := hasattr(self.encoder, PADDING_NAME):
             setattr(self.encoder, PADDING_NAME, _unpadded)
         try:
@@ -212,30 +185,12 @@ class TiledEncoder:
             for hook in hooks:
                 hook.remove()
 
-    def _own_call(self, due: _Due) -> OwnCall:
-        def attend_due(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rule: Any) -> torch.Tensor:
-            return _attended(self, due, q, k, v, **rule)
-
-        state = due.state
-        return OwnCall(
-            rows=due.rows,
-            keys_only=due.keys_only,
-            num_tokens=state.num_tokens,
-            is_padding_BS=state.is_padding_BS,
-            kept=state.kept,
-            k_BKSD=state.k_BKSD,
-            v_BKSD=state.v_BKSD,
-            bias_module=self._bias_modules[due.layer],
-            attend=attend_due,
-        )
-
-    def bias(self, state: SourceState, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def bias(self, due: Due, dtype: torch.dtype) -> torch.Tensor | None:
         """[H, 2 S - 1] by the module's own rule: the last row sees all distances up to 0, the first all from 0 on."""
-        module = self._bias_modules[layer]
+        state, module = due.state, due.bias_module
         if module is None:
             return None
-        key = id(module)
-        num_tokens = state.num_tokens
+        key, num_tokens = id(module), state.num_tokens
         if key not in state.bias_by_module and any(module is own for own, _ in self._own):
             distances_X = torch.arange(1 - num_tokens, num_tokens, device=state.ids_BS.device)
             state.bias_by_module = {key: long_t5_bias(module, distances_X).T.to(dtype).contiguous()}
@@ -402,7 +357,7 @@ def _attention(
 
 def _attended(
     encoder: TiledEncoder,
-    due: _Due,
+    due: Due,
     q_BHTD: torch.Tensor,
     k_BKTD: torch.Tensor,
     v_BKTD: torch.Tensor,
@@ -421,7 +376,7 @@ def _attended(
         raise _KeysTaken
     assert state.k_BKSD is not None
     assert state.v_BKSD is not None
-    bias_HX = encoder.bias(state, due.layer, q_BHTD.dtype) if has_bias else None
+    bias_HX = encoder.bias(due, q_BHTD.dtype) if has_bias else None
     source_rule = SourceRule(bias_HX=bias_HX, is_padding_BS=state.is_padding_BS, **rule)
     return attend(q_BHTD, state.k_BKSD, state.v_BKSD, due.rows.start, source_rule).transpose(1, 2).contiguous()
 
@@ -437,7 +392,7 @@ def _no_bias(query_length: int, key_length: int, device: Any = None, past_seen_t
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
-def _offset_hook(due: _Due) -> Callable[..., Any]:
+def _offset_hook(due: Due) -> Callable[..., Any]:
     def tell_offset(table: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         first = arguments[0] if arguments else None
         offset = due.rows.start
@@ -453,7 +408,7 @@ def _offset_hook(due: _Due) -> Callable[..., Any]:
     return tell_offset
 
 
-def _num_tokens_before(due: _Due, padding: int) -> int:
+def _num_tokens_before(due: Due, padding: int) -> int:
     """Counts the tokens before, for tables that count positions over what is no padding."""
     is_token_BS = due.state.ids_BS != padding
     counts = is_token_BS[:, : due.rows.start].sum(1)[is_token_BS[:, due.rows].any(1)].unique()
@@ -464,7 +419,7 @@ def _num_tokens_before(due: _Due, padding: int) -> int:
     return int(counts[0]) if len(counts) else 0
 
 
-def _stored(kept_BKSD: torch.Tensor | None, part_BKTD: torch.Tensor, due: _Due) -> torch.Tensor:
+def _stored(kept_BKSD: torch.Tensor | None, part_BKTD: torch.Tensor, due: Due) -> torch.Tensor:
     """The part copied to its rows. Rows of all heads lie together, as the projections make them."""
     if kept_BKSD is None:
         batch, heads, _, size = part_BKTD.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,19 +19,38 @@ from torch import nn
 from penstock.foreign.source_attention import SeenByAll, SourceRule, attend
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnCall:
-    """What a stand-in is told of the tile that is due, and what it may keep of the source until all is read."""
+@dataclass(slots=True, kw_only=True)
+class SourceState:
+    """One source while it is read: all of its hidden states, and the keys and values of the layer that is due."""
 
+    ids_BS: torch.Tensor
+    is_padding_BS: torch.Tensor | None  # None: no padding
+    hidden_BSM: torch.Tensor | None = None
+    k_BKSD: torch.Tensor | None = None
+    v_BKSD: torch.Tensor | None = None
+    bias_by_module: dict[int, torch.Tensor] = field(default_factory=dict)
+    has_all_positions: bool = False  # tables that grow with the source were grown
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)  # by attention that is no call of the interface
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids_BS.shape[1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Due:
+    """What the encoder's forward is to compute now."""
+
+    state: SourceState
+    layer: int
     rows: slice
     keys_only: bool
-    num_tokens: int
-    is_padding_BS: torch.Tensor | None
-    kept: dict[str, torch.Tensor]
-    k_BKSD: torch.Tensor | None  # of the whole source, once they are taken
-    v_BKSD: torch.Tensor | None
     bias_module: Any  # whose relative biases hold for the layer; None: there are none
-    attend: Callable[..., torch.Tensor]  # [B, T, H, D]; takes the keys and ends the layer where they are all it wants
+    num_attention_calls: int = 0
+
+
+# [B, T, H, D]; takes the keys and ends the layer where they are all it wants
+Attended = Callable[..., torch.Tensor]
 
 
 def _heads(projected_BTX: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -49,10 +68,10 @@ def _within(reach: int) -> dict[str, Any]:
 # --- LED ----------------------------------------------------------------------------------------------------
 
 
-def _led(module: Any, call: OwnCall, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+def _led(module: Any, due: Due, attended: Attended, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
     projections = (module.query, module.key, module.value)
     q, k, v = (_heads(project(hidden_states), module.num_heads) for project in projections)
-    out_BTHD = call.attend(q, k, v, scale=module.head_dim**-0.5, **_within(module.one_sided_attn_window_size))
+    out_BTHD = attended(q, k, v, scale=module.head_dim**-0.5, **_within(module.one_sided_attn_window_size))
     return (out_BTHD.flatten(2),)
 
 
@@ -60,12 +79,12 @@ def _led(module: Any, call: OwnCall, hidden_states: torch.Tensor, **_: Any) -> t
 
 
 def _long_t5(
-    module: Any, call: OwnCall, hidden_states: torch.Tensor, mask: Any = None, position_bias: Any = None, **_: Any
+    module: Any, due: Due, attended: Attended, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    beside = _summaries(module, call, hidden_states) if hasattr(module, "global_block_size") else None
+    beside = _summaries(module, due, hidden_states) if hasattr(module, "global_block_size") else None
     q, k, v = (_heads(project(hidden_states), module.n_heads) for project in (module.q, module.k, module.v))
     near = _within(module.block_len - 1)
-    out_BTHD = call.attend(q, k, v, scale=1.0, has_bias=True, beside=beside, **near)
+    out_BTHD = attended(q, k, v, scale=1.0, has_bias=True, beside=beside, **near)
     return module.o(out_BTHD.flatten(2)), hidden_states.new_zeros(1, 1, 1, 1)
 
 
@@ -80,23 +99,23 @@ def long_t5_bias(module: Any, distances: torch.Tensor, table: nn.Embedding | Non
     return (module.relative_attention_bias if table is None else table)(buckets)
 
 
-def _summaries(module: Any, call: OwnCall, hidden_BTM: torch.Tensor) -> SeenByAll | None:
+def _summaries(module: Any, due: Due, hidden_BTM: torch.Tensor) -> SeenByAll | None:
     """Keys and values of sums over blocks of the source, which are complete once all keys are taken."""
-    kept, rows = call.kept, call.rows
+    state, kept, rows = due.state, due.state.kept, due.rows
     if "block_of" not in kept:
         library = sys.modules[type(module).__module__]
-        ones = torch.ones(hidden_BTM.shape[0], call.num_tokens, dtype=torch.long, device=hidden_BTM.device)
-        is_token_BS = ones if call.is_padding_BS is None else ones.masked_fill(call.is_padding_BS, 0)
+        ones = torch.ones(hidden_BTM.shape[0], state.num_tokens, dtype=torch.long, device=hidden_BTM.device)
+        is_token_BS = ones if state.is_padding_BS is None else ones.masked_fill(state.is_padding_BS, 0)
         made = library._make_global_fixed_block_ids(is_token_BS, module.global_block_size)
         kept["block_of"], kept["is_block"] = made[0].long(), made[1] == 1
     num_blocks = kept["is_block"].shape[1]
-    if call.keys_only:
+    if due.keys_only:
         if rows.start == 0:
             kept["sums"] = hidden_BTM.new_zeros(hidden_BTM.shape[0], num_blocks + 1, hidden_BTM.shape[2])
         blocks_BT = kept["block_of"][:, rows]
         blocks_BT = blocks_BT.where(blocks_BT >= 0, num_blocks)[..., None]  # the last sum is of what has no block
         kept["sums"].scatter_add_(1, blocks_BT.expand_as(hidden_BTM), hidden_BTM)
-    if call.keys_only or num_blocks == 0:
+    if due.keys_only or num_blocks == 0:
         return None
     if rows.start == 0:
         sums_BGM = module.global_input_layer_norm(kept["sums"][:, :-1])
@@ -106,8 +125,8 @@ def _summaries(module: Any, call: OwnCall, hidden_BTM: torch.Tensor) -> SeenByAl
     def addend(low: int, high: int) -> torch.Tensor:
         places_G = torch.arange(num_blocks, device=hidden_BTM.device)
         distances_BTG = places_G - kept["block_of"][:, low:high, None]
-        table = call.bias_module.global_relative_attention_bias
-        bias_BHTG = long_t5_bias(call.bias_module, distances_BTG, table).permute(0, 3, 1, 2).float()
+        table = due.bias_module.global_relative_attention_bias
+        bias_BHTG = long_t5_bias(due.bias_module, distances_BTG, table).permute(0, 3, 1, 2).float()
         return bias_BHTG.masked_fill(hidden_B11G, torch.finfo(torch.float32).min)
 
     return SeenByAll(k_BKGD=kept["k"], v_BKGD=kept["v"], addend=addend)
@@ -118,13 +137,14 @@ def _summaries(module: Any, call: OwnCall, hidden_BTM: torch.Tensor) -> SeenByAl
 
 def _pegasus_x(
     module: Any,
-    call: OwnCall,
+    due: Due,
+    attended: Attended,
     token_hidden_states: torch.Tensor,
     global_hidden_states: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Blocks of every other layer begin half a block earlier: there the layer pads its rows by as much."""
-    num_rows = call.rows.stop - call.rows.start
+    state, num_rows = due.state, due.rows.stop - due.rows.start
     size, shift = module.block_size, (token_hidden_states.shape[1] - num_rows) // 2
 
     def heads(projection: Any, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +155,7 @@ def _pegasus_x(
     beside = SeenByAll(
         k_BKGD=heads(module.k_proj, global_hidden_states), v_BKGD=heads(module.v_proj, global_hidden_states)
     )
-    out_BTHD = call.attend(
+    out_BTHD = attended(
         *(heads(projection, rows_BTM) for projection in projections),
         scale=module.scaling,
         mask=lambda batch, head, rows, keys: (rows + shift) // size == (keys + shift) // size,
@@ -146,12 +166,12 @@ def _pegasus_x(
         beside=beside,
     )
     out_BTM = nn.functional.pad(module.out_proj(out_BTHD.flatten(2)), (0, 0, shift, shift))
-    if call.rows.stop < call.num_tokens:  # what is carried to the next layer sees all keys, which the last tile has
+    if due.rows.stop < state.num_tokens:  # what is carried to the next layer sees all keys, which the last tile has
         return out_BTM, torch.zeros_like(global_hidden_states), None
-    assert call.k_BKSD is not None
-    assert call.v_BKSD is not None
-    rule = SourceRule(scale=module.scaling, is_padding_BS=call.is_padding_BS, beside=beside)
-    carried_BHGD = attend(heads(module.q_proj, global_hidden_states), call.k_BKSD, call.v_BKSD, 0, rule)
+    assert state.k_BKSD is not None
+    assert state.v_BKSD is not None
+    rule = SourceRule(scale=module.scaling, is_padding_BS=state.is_padding_BS, beside=beside)
+    carried_BHGD = attend(heads(module.q_proj, global_hidden_states), state.k_BKSD, state.v_BKSD, 0, rule)
     return out_BTM, module.out_proj(carried_BHGD.transpose(1, 2).flatten(2)), None
 
 

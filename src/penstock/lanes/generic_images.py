@@ -6,12 +6,14 @@ their request comes, each once.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from penstock.attention.pick import attention_backend
 from penstock.errors import UnsupportedModel
 from penstock.foreign.forward import CachedForward
 from penstock.foreign.images import MediaModel
 from penstock.foreign.own_cache import OwnCaches, PagedPrompts
-from penstock.foreign.pages import CannotJoin, attention_calls, pages_of, sizes_of, use_paged_attention
+from penstock.foreign.pages import CannotJoin, attention_calls, pages_of, use_paged_attention
 from penstock.foreign.pretrained import image_text_class, load_causal, quiet_library
 from penstock.lanes.generic_images_kind import price
 from penstock.lanes.lane import LaneFacts
@@ -85,7 +87,7 @@ class GenericImagesLoader:
         if checks.has_pages:
             use_paged_attention(model)
             calls = attention_calls(model, lane.signature)
-            measured = {"state_bytes": 0, "state_bytes_per_token": rows, "num_layers": len(calls), **sizes_of(calls)}
+            measured = {"state_bytes": 0, "state_bytes_per_token": rows, "num_layers": len(calls), **asdict(calls[0])}
         else:
             fixed, per_token = lane.cache_bytes()
             counted = memory.shape.kv_bytes_per_token - rows

@@ -12,7 +12,7 @@ from penstock.attention.pick import attention_backend, attention_on_card
 from penstock.cache.storage import KvStorage
 from penstock.foreign.forward import CachedForward
 from penstock.foreign.own_cache import OwnCaches
-from penstock.foreign.pages import CallSizes, JoinedModel, attention_calls, pages_of, sizes_of, use_paged_attention
+from penstock.foreign.pages import CallSizes, JoinedModel, attention_calls, pages_of, use_paged_attention
 from penstock.foreign.pretrained import causal_class, load_causal, quiet_library
 from penstock.foreign.signature import ForwardSignature, read_signature
 from penstock.lanes.generic_text_kind import price
@@ -96,7 +96,7 @@ class GenericTextLoader:
         fixed, per_token = (0, 0) if entering.calls else entering.caches().cache_bytes()
         num_kv_layers = len(entering.calls) or self.spec.num_kv_layers
         # What the model really calls and keeps, in place of the estimates from its config.
-        sizes = (sizes_of(entering.calls) if entering.calls else {}) | {"state_bytes": fixed}
+        sizes = (dataclasses.asdict(entering.calls[0]) if entering.calls else {}) | {"state_bytes": fixed}
         memory = price(place, checks.verdict)
         memory = loading.measured(
             memory,
