@@ -53,8 +53,7 @@ def download(
     """Fetch what is read of a model: safetensors, tokenizer and configs, or one GGUF; not what is here already."""
     from penstock.engine.hub_models import download as fetch
 
-    place = fetch(model, gguf)
-    print(place)
+    print(fetch(model, gguf))
 
 
 @models.command()

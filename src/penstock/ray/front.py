@@ -238,8 +238,8 @@ def make_front(fronts: Mapping[str, Front]) -> FastAPI:
             {"object": "list", "data": found, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
         )
 
-    for path in ("/health", "/"):
-        app.add_api_route(path, info.health if path == "/health" else info.page, methods=["GET", "HEAD"])
+    app.add_api_route("/health", info.health, methods=["GET", "HEAD"])
+    app.add_api_route("/", info.page, methods=["GET", "HEAD"])
     for part in (files, batches):
         app.include_router(part.router)
 
@@ -252,7 +252,10 @@ def make_front(fronts: Mapping[str, Front]) -> FastAPI:
         except ValueError:
             given = {}
         given = given if isinstance(given, dict) else {}
-        front = _named(fronts, given.get("model", first.name))
+        model = given.get("model", first.name)
+        front = next((one for one in fronts.values() if one.is_named(model)), None)
+        if front is None:
+            raise Refused(f"The model {model!r} is not served here; {', '.join(map(repr, fronts))} are.", status=404)
         replica = request.query_params.get("replica")
         earlier = given.get("previous_response_id")
         if call.path.startswith("/v1/responses/"):
@@ -268,13 +271,6 @@ def make_front(fronts: Mapping[str, Front]) -> FastAPI:
         return await front.answer(request, call, wanted, replica)
 
     return app
-
-
-def _named(fronts: Mapping[str, Front], model: Any) -> Front:
-    for front in fronts.values():
-        if model in (front.name, *front.settings.aliases, front.settings.model):
-            return front
-    raise Refused(f"The model {model!r} is not served here; {', '.join(map(repr, fronts))} are.", status=404)
 
 
 def _call(request: Request, body: bytes) -> Call:

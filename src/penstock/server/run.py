@@ -138,7 +138,9 @@ class Run:
         self._num_open, self._num_prompt_tokens = num_choices, lengths[0]
 
     def report(self, what: str, values: Sequence[str]) -> None:
-        """Tells of something that was left out, in the log and in a header of the answer."""
+        """Tells of what was left out, if anything was, in the log and in a header of the answer."""
+        if not values:
+            return
         self.facts[what] = list(values)
         self._headers[f"x-penstock-{what.replace('_', '-')}"] = ", ".join(values)
 

@@ -52,7 +52,9 @@ class Service:
         self.metrics = Metrics()
         self.responses = StoredResponses(settings.max_stored_bytes)
         self.threads = StoredResponses(settings.max_stored_bytes, "thread_not_found", "in a new thread")
-        self.folder = settings.files or _temporary_folder(self)
+        self.folder = settings.files or Path(mkdtemp(prefix="penstock-"))
+        if settings.files is None:  # it ends with the service
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.files = KeptFiles(self.folder / "files", settings.max_files_bytes)
         self.forms = TemplateForms()
         self._meter = LoadMeter()
@@ -65,11 +67,13 @@ class Service:
     def of(cls, request: Request, model: str | None) -> Service:
         """Returns the service that a request came to, and refuses a model that it does not serve."""
         service: Service = request.app.state.service
-        # What the command line was given is a name too; it is told to nobody, since it may be a path.
-        known = (service.name, *service.settings.aliases, service.settings.model)
-        if model is not None and model not in known:
+        if model is not None and not service.is_named(model):
             raise Refused(f"The model {model!r} is not served here; {service.name!r} is.", status=404)
         return service
+
+    def is_named(self, model: Any) -> bool:
+        """Tells whether clients may ask for it so; what the command line was given may be a path, and is not told."""
+        return model in (self.name, *self.settings.aliases, self.settings.model)
 
     async def load(self) -> None:
         started_at = time.perf_counter()
@@ -161,13 +165,6 @@ class Service:
         engine.warm_up()
         engine.record()
         return engine
-
-
-def _temporary_folder(service: Service) -> Path:
-    """Makes a folder that ends with the service."""
-    folder = Path(mkdtemp(prefix="penstock-"))
-    weakref.finalize(service, shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def forms_of(reader: PromptReader, settings: ServerSettings) -> TemplateForms:

@@ -12,6 +12,7 @@ from penstock.errors import InvalidSetting
 
 NAME = re.compile(r"[!-~]{1,128}")
 TIMEOUTS = ("request_timeout_s", "keep_alive_s", "body_timeout_s", "whole_body_timeout_s", "header_timeout_s")
+LIMITS = ("max_body_bytes", "max_files_bytes", "max_image_bytes", "max_choices", "max_prompt_tokens")
 CONNECTIONS = ("max_connections", "max_connections_per_client")
 
 
@@ -66,14 +67,7 @@ class ServerSettings:
         for name, known in (("tool_parser", FORMATS), ("reasoning_parser", [*REASONINGS, "none"])):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise InvalidSetting(f"There is no {name} {value!r}; known ones are {', '.join(known)}.")
-        for name in (
-            "max_body_bytes",
-            "max_files_bytes",
-            "max_image_bytes",
-            "max_choices",
-            "max_prompt_tokens",
-            *CONNECTIONS,
-        ):
+        for name in (*LIMITS, *CONNECTIONS):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1.")
         for name in TIMEOUTS:

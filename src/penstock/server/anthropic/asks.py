@@ -238,9 +238,7 @@ class CountAsk(Ask):
     @property
     def skipped_blocks(self) -> list[str]:
         """Lists the types of blocks that are left out."""
-        return sorted(
-            {block.type for message in self.messages for block in message.blocks if isinstance(block, OtherBlock)}
-        )
+        return OtherBlock.types_in(block for message in self.messages for block in message.blocks)
 
     def as_chat(self) -> ChatAsk:
         return ChatAsk.model_validate(self._asked())
@@ -248,18 +246,13 @@ class CountAsk(Ask):
     def _asked(self) -> dict[str, Any]:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         form = config.format or self.output_format
-        return {
-            "model": self.model,
+        return self.same("model", "thinking", "chat_template_kwargs") | {
             "messages": [*self._system(), *(turn for message in self.messages for turn in message.for_chat())],
-            "tools": [one.for_chat() if isinstance(one, AnthropicTool) else {"type": one.type} for one in self.tools]
-            if self.tools
-            else None,
+            "tools": [tool.for_chat() for tool in self.tools or []] or None,
             "tool_choice": choice and choice.for_chat(),
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "reasoning_effort": config.effort,
-            "thinking": self.thinking,
             "response_format": form and {"type": "json_schema", "schema": form.schema_},
-            "chat_template_kwargs": self.chat_template_kwargs,
         }
 
     def _system(self) -> list[dict[str, Any]]:
@@ -292,12 +285,5 @@ class MessagesAsk(CountAsk):
         return MessagesAsk.model_validate(self.model_dump(by_alias=True) | kept | {"messages": messages})
 
     def _asked(self) -> dict[str, Any]:
-        return super()._asked() | {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop": self.stop_sequences or None,
-            "chunk_size": self.chunk_size,
-            "stream": self.stream,
-        }
+        same = self.same("max_tokens", "temperature", "top_p", "top_k", "chunk_size", "stream")
+        return super()._asked() | same | {"stop": self.stop_sequences or None}

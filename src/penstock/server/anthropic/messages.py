@@ -34,8 +34,7 @@ async def messages(ask: MessagesAsk, request: Request) -> Response:
     run = Run(Service.of(request, ask.model), request)
     if ask.thread is not None and ask.thread.previous_message_id is not None:
         ask = ask.after(run.service.threads.messages(run.sharing_scope, ask.thread.previous_message_id)[0])
-    if ask.skipped_blocks:
-        run.report("skipped_blocks", ask.skipped_blocks)
+    run.report("skipped_blocks", ask.skipped_blocks)
     await converse(run, as_asked(ask.as_chat))
     return await run.respond(AnsweredMessage(ask, run), is_streamed=ask.stream)
 
@@ -59,11 +58,10 @@ class AnsweredMessage(Shape):
 
     def answer(self) -> dict[str, Any]:
         (choice,), (output,) = self._run.choices, self._run.outputs
-        answer = self._message(self._final_usage(output))
         reason, sequence = self._stopped(choice, output)
         self._keep(choice)
         found = {"content": blocks_of(choice.written), "stop_reason": reason, "stop_sequence": sequence}
-        return answer.model_copy(update=found).model_dump()
+        return self._message(self._final_usage(output), **found).model_dump()
 
     def tell(self, choice: Choice | None, event: Event | None) -> bytes:
         """Begins with the first thing that happens, because only then it is known what the cache held."""
@@ -105,15 +103,9 @@ class AnsweredMessage(Shape):
         kept["messages"].append({"role": "assistant", "content": content})
         self._run.service.threads.keep(self._run.sharing_scope, {"id": self._id}, [kept])
 
-    def _message(self, usage: MessageUsage) -> Message:
-        return Message(
-            id=self._id,
-            model=self._ask.model,
-            content=[],
-            stop_reason=None,
-            stop_sequence=None,
-            usage=usage,
-        )
+    def _message(self, usage: MessageUsage, **found: Any) -> Message:
+        ended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None} | found
+        return Message(id=self._id, model=self._ask.model, usage=usage, **ended)
 
     def _final_usage(self, output: Output) -> MessageUsage:
         usage = self._usage(output.num_prompt_tokens, output.num_cached_tokens, len(output.token_ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
@@ -83,6 +83,10 @@ class Ask(BaseModel):
             if name in known or not (value is None or value == [] or value == {} or value is AS_IT_IS.get(name, ...))
         }
 
+    def same(self, *names: str) -> dict[str, Any]:
+        """Gives fields under their own names, for a request in another shape."""
+        return {name: getattr(self, name) for name in names}
+
 
 class Said(BaseModel):
     """Something said before, or offered, as clients keep it; what no model reads of it, such as ids, is left out."""
@@ -130,6 +134,14 @@ class OtherTool(BaseModel):
     """A tool of a type that only another server has; it is left out of the prompt, and that is reported."""
 
     type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type}
+
+    @classmethod
+    def types_in(cls, given: Iterable[Any]) -> list[str]:
+        """Lists the types of what is left out."""
+        return sorted({one.type for one in given if isinstance(one, cls)})
 
 
 def kinds(*known: str, otherwise: str = "other") -> Callable[[Any], str]:

@@ -264,7 +264,7 @@ class ChatAsk(SamplingFields):
     @property
     def skipped_tools(self) -> list[str]:
         """Lists the types of tools that are left out."""
-        return sorted({tool.type for tool in self.tools or [] if isinstance(tool, OtherTool)})
+        return OtherTool.types_in(self.tools or [])
 
     @property
     def knobs(self) -> dict[str, Any]:

@@ -21,8 +21,7 @@ ANOTHER = "?"  # a question that goes on in its own way
 
 async def converse(run: Run, ask: ChatAsk) -> None:
     """Starts the choices of a chat, each with a reader for the reasoning and the calls that it may write."""
-    if ask.skipped_tools:
-        run.report("skipped_tools", ask.skipped_tools)
+    run.report("skipped_tools", ask.skipped_tools)
     prompt, form = await asyncio.to_thread(prompt_of, run.service, ask)
     forks = await asyncio.to_thread(_forks, run.service, ask, prompt) if run.engine.states is not None else []
     special_tokens = run.engine.tokenizer.special_tokens

@@ -104,6 +104,8 @@ class OtherItem(OtherTool):
 
 
 SEAL = "penstock:"
+AS_IN_CHATS = ("model", "temperature", "top_p", "chunk_size", "stream", "tool_choice", "parallel_tool_calls")
+AS_IN_CHATS += ("reasoning", "chat_template_kwargs")
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
@@ -159,21 +161,10 @@ class ResponseAsk(InertFields):
 
     def as_chat(self, before: list[dict[str, Any]]) -> ChatAsk:
         """Asks as a chat that goes on after the messages of an earlier response."""
-        asked: dict[str, Any] = {
-            "model": self.model,
+        asked: dict[str, Any] = self.same(*AS_IN_CHATS) | {
             "messages": [*self._first(), *turns_of([*before, *self.given_messages()])],
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "chunk_size": self.chunk_size,
-            "stream": self.stream,
-            "tools": [tool.for_chat() if isinstance(tool, FunctionTool) else {"type": tool.type} for tool in self.tools]
-            if self.tools
-            else None,
-            "tool_choice": self.tool_choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning": self.reasoning,
-            "chat_template_kwargs": self.chat_template_kwargs,
+            "tools": [tool.for_chat() for tool in self.tools or []] or None,
             "response_format": self.text and self.text.format,
         }
         return ChatAsk.model_validate(asked)
@@ -189,8 +180,7 @@ class ResponseAsk(InertFields):
     @property
     def skipped_items(self) -> list[str]:
         """Lists the types of input items that are left out."""
-        items = [] if isinstance(self.input, str) else self.input
-        return sorted({item.type for item in items if isinstance(item, OtherItem)})
+        return OtherItem.types_in([] if isinstance(self.input, str) else self.input)
 
 
 def sealed(thoughts: str) -> str:

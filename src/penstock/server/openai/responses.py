@@ -115,8 +115,7 @@ async def responses(ask: ResponseAsk, request: Request) -> Response:
     earlier = ask.previous_response_id
     before = [] if earlier is None else service.responses.messages(run.sharing_scope, earlier)
     chat_ask = as_asked(lambda: ask.as_chat(before))
-    if ask.skipped_items:
-        run.report("skipped_items", ask.skipped_items)
+    run.report("skipped_items", ask.skipped_items)
     await converse(run, chat_ask)
     return await run.respond(CreatedResponse(ask, run, before), is_streamed=ask.stream)
 
