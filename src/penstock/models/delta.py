@@ -32,13 +32,7 @@ class GatedDelta:
 
     @classmethod
     def empty(
-        cls,
-        spec: DeltaSpec,
-        norm_eps: float,
-        linears: Mapping[str, Linear],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, spec: DeltaSpec, eps: float, linears: Mapping[str, Linear], *, dtype: torch.dtype, device: torch.device
     ) -> GatedDelta:
         heads = spec.num_value_heads
         return cls(
@@ -48,7 +42,7 @@ class GatedDelta:
             conv_CW=torch.empty(spec.num_channels, spec.conv_width, dtype=dtype, device=device),
             a_log_H=torch.empty(heads, device=device),
             dt_bias_H=torch.empty(heads, device=device),
-            norm=RmsNorm(weight=torch.empty(spec.value_size, device=device), eps=norm_eps),
+            norm=RmsNorm(weight=torch.empty(spec.value_size, device=device), eps=eps),
             output=linears["recurrent_output"],
         )
 

@@ -32,13 +32,7 @@ class Mamba:
 
     @classmethod
     def empty(
-        cls,
-        spec: MambaSpec,
-        norm_eps: float,
-        linears: Mapping[str, Linear],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, spec: MambaSpec, eps: float, linears: Mapping[str, Linear], *, dtype: torch.dtype, device: torch.device
     ) -> Mamba:
         channels = spec.num_channels
         return cls(
@@ -49,7 +43,7 @@ class Mamba:
             a_log_H=torch.empty(spec.num_heads, device=device),
             dt_bias_H=torch.empty(spec.num_heads, device=device),
             skip_H=torch.empty(spec.num_heads, device=device),
-            norm=RmsNorm(weight=torch.empty(spec.inner_width, device=device), eps=norm_eps) if spec.has_norm else None,
+            norm=RmsNorm(weight=torch.empty(spec.inner_width, device=device), eps=eps) if spec.has_norm else None,
             output=linears["recurrent_output"],
         )
 
