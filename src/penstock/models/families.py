@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.models.layer_specs import ExpertNames
@@ -83,8 +83,6 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     ),
     "gemma4": ExpertNames(router="router.proj", experts="experts", layout="outputs first", gate="gate_up_proj"),
 }
-_QWEN_HYBRID = {"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True}
-_QWEN_INTERVAL = ("full_attention_interval", 4)
 _BAMBA_NAMES = (
     ("post_attention_layernorm", "pre_ff_layernorm"),
     (".mlp.", ".feed_forward."),
@@ -131,7 +129,6 @@ _FALCON_DEFAULTS = (
     | {"lm_head_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0}
     | {"attention_out_multiplier": 1.0}
 )
-_LFM2 = {"qk_norm": "head", "renames": _LFM2_NAMES}
 _LFM2_DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3}
 _GLM4_NAMES = (
     ("post_attention_layernorm", "post_self_attn_layernorm"),
@@ -145,7 +142,6 @@ _APERTUS_NAMES = (
 )
 _STARCODER_NAMES = ((".mlp.up_proj", ".mlp.c_fc"), (".mlp.down_proj", ".mlp.c_proj"))
 _NORMS_AFTER = {"norms_inputs": False, "norms_outputs": True}
-_COHERE = {"norm": "layer", "is_parallel": True, "interleaves_rotary": True}
 _GLM = {"interleaves_rotary": True, "has_fused_mlp": True}
 _GLM_DEFAULTS = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07} | {
     "num_key_value_heads": 2,
@@ -174,7 +170,6 @@ _QWEN_SMALL_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate
 _QWEN_HYBRID_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 _GEMMA_DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA = {"norms_outputs": True, "norm_offset": 1.0}
-_GEMMA4 = {"norms_outputs": True, "qk_norm": "head", "norms_values": True, "scales_layers": True}
 _GEMMA4_DEFAULTS = {
     **_GEMMA_DEFAULTS,
     "num_key_value_heads": 4,
@@ -186,6 +181,36 @@ _GEMMA4_DEFAULTS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
+
+# What several families have in common.
+_QWEN_HYBRID = Family(
+    traits={"qk_norm": "head", "norm_offset": 1.0, "has_output_gate": True},
+    recurrent="delta",
+    full_every=("full_attention_interval", 4),
+    defaults=_QWEN_HYBRID_DEFAULTS,
+)
+_GEMMA4 = Family(
+    tied_by_default=True,
+    sliding="by-layer-type",
+    traits={"norms_outputs": True, "qk_norm": "head", "norms_values": True, "scales_layers": True},
+    known={"use_bidirectional_attention": "vision"},
+    has_local_rotary=True,
+)
+_COHERE = Family(
+    tied_by_default=True,
+    traits={"norm": "layer", "is_parallel": True, "interleaves_rotary": True},
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    defaults={**_EPS_5, "logit_scale": 0.0625},
+)
+_LFM2 = Family(
+    theta=1_000_000.0,
+    tied_by_default=True,
+    biases={},
+    traits={"qk_norm": "head", "renames": _LFM2_NAMES},
+    keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+    recurrent="conv",
+)
+_DEEPSEEK = Family(biases={}, keys=_DEEPSEEK_KEYS, known={"attention_bias": False}, experts="deepseek", is_latent=True)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(biases=_ALL_BIASES),
@@ -232,21 +257,11 @@ FAMILIES: Mapping[str, Family] = {
         experts="qwen",
         normalizes_chosen=False,
     ),
-    "qwen3_next": Family(
-        traits=_QWEN_HYBRID,
+    "qwen3_next": replace(_QWEN_HYBRID, experts="qwen", defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS}),
+    "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_5_moe_text": replace(
+        _QWEN_HYBRID,
         experts="qwen",
-        recurrent="delta",
-        full_every=_QWEN_INTERVAL,
-        defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS},
-    ),
-    "qwen3_5_text": Family(
-        traits=_QWEN_HYBRID, recurrent="delta", full_every=_QWEN_INTERVAL, defaults=_QWEN_HYBRID_DEFAULTS
-    ),
-    "qwen3_5_moe_text": Family(
-        traits=_QWEN_HYBRID,
-        experts="qwen",
-        recurrent="delta",
-        full_every=_QWEN_INTERVAL,
         defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS, "intermediate_size": 0},
     ),
     "mixtral": Family(theta=1_000_000.0, sliding="all", biases={}, experts="mixtral", defaults=_EPS_5),
@@ -289,28 +304,13 @@ FAMILIES: Mapping[str, Family] = {
         known={"use_bidirectional_attention": False},
         has_local_rotary=True,
     ),
-    "gemma4_text": Family(
-        tied_by_default=True,
-        sliding="by-layer-type",
-        traits=_GEMMA4,
+    "gemma4_text": replace(
+        _GEMMA4,
         keys={"num_experts_per_tok": "top_k_experts"},
-        defaults={
-            **_GEMMA4_DEFAULTS,
-            "hidden_size_per_layer_input": 256,
-            "vocab_size_per_layer_input": 262_144,
-        },
-        known={"use_bidirectional_attention": "vision"},
-        has_local_rotary=True,
+        defaults={**_GEMMA4_DEFAULTS, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144},
         experts="gemma4",
     ),
-    "gemma4_unified_text": Family(
-        tied_by_default=True,
-        sliding="by-layer-type",
-        traits=_GEMMA4,
-        defaults={**_GEMMA4_DEFAULTS, "sliding_window": 1024},
-        known={"use_bidirectional_attention": "vision"},
-        has_local_rotary=True,
-    ),
+    "gemma4_unified_text": replace(_GEMMA4, defaults={**_GEMMA4_DEFAULTS, "sliding_window": 1024}),
     "ministral3": Family(
         sliding="all",
         biases={},
@@ -344,21 +344,12 @@ FAMILIES: Mapping[str, Family] = {
         defaults={**_EPS_5, "sliding_window": 4096, "num_key_value_heads": 32},
         rotates="windows",
     ),
-    "cohere": Family(
-        theta=500_000.0,
-        tied_by_default=True,
-        traits=_COHERE,
-        keys={"rms_norm_eps": "layer_norm_eps"},
-        defaults={**_EPS_5, "logit_scale": 0.0625},
-        known={"use_qk_norm": False},
-    ),
-    "cohere2": Family(
-        tied_by_default=True,
+    "cohere": replace(_COHERE, theta=500_000.0, known={"use_qk_norm": False}),
+    "cohere2": replace(
+        _COHERE,
         sliding="by-layer-type",
         full_every=("sliding_window_pattern", 4),
-        traits=_COHERE,
-        keys={"rms_norm_eps": "layer_norm_eps"},
-        defaults={**_EPS_5, "logit_scale": 0.0625, "sliding_window": 4096},
+        defaults={**_COHERE.defaults, "sliding_window": 4096},
         rotates="windows",
     ),
     "glm": Family(biases={"qkv_bias": "attention_bias"}, traits=_GLM, defaults=_GLM_DEFAULTS),
@@ -403,26 +394,16 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
         activations=PLAIN_ACTIVATIONS,
     ),
-    "lfm2": Family(
-        theta=1_000_000.0,
-        tied_by_default=True,
-        biases={},
-        traits=_LFM2,
-        keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+    "lfm2": replace(
+        _LFM2,
         defaults={**_LFM2_DEFAULTS, "intermediate_size": 12288, "block_auto_adjust_ff_dim": True}
         | {"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
-        recurrent="conv",
     ),
-    "lfm2_moe": Family(
-        theta=1_000_000.0,
-        tied_by_default=True,
-        biases={},
-        traits=_LFM2,
-        keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+    "lfm2_moe": replace(
+        _LFM2,
         defaults={**_LFM2_DEFAULTS, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
         | {"moe_intermediate_size": 1792},
         experts="lfm2",
-        recurrent="conv",
     ),
     "glm4_moe": Family(
         biases={"qkv_bias": "attention_bias"},
@@ -440,33 +421,24 @@ FAMILIES: Mapping[str, Family] = {
         experts="deepseek",
         normalizes_chosen=False,
     ),
-    "deepseek_v2": Family(
-        biases={},
-        keys=_DEEPSEEK_KEYS,
+    "deepseek_v2": replace(
+        _DEEPSEEK,
         defaults={**_LATENT, "num_experts": 64, "n_shared_experts": 2, "topk_method": "greedy"}
         | {"moe_intermediate_size": 1407},
         known={"attention_bias": False, "mlp_bias": False, "rope_interleave": True},
         experts="deepseek2",
-        is_latent=True,
     ),
-    "deepseek_v3": Family(
-        biases={},
-        keys=_DEEPSEEK_KEYS,
+    "deepseek_v3": replace(
+        _DEEPSEEK,
         defaults={**_LATENT, "num_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "num_dense_layers": 3}
         | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048},
-        known={"attention_bias": False},
-        experts="deepseek",
-        is_latent=True,
     ),
-    "glm4_moe_lite": Family(
-        biases={},
+    "glm4_moe_lite": replace(
+        _DEEPSEEK,
         keys={"num_experts": "n_routed_experts"},
         defaults={**_LATENT, **_EPS_5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
         | {"num_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "num_dense_layers": 1}
         | {"routed_scaling_factor": 1.8, "moe_intermediate_size": 1536},
-        known={"attention_bias": False},
-        experts="deepseek",
-        is_latent=True,
     ),
     "minimax_m2": Family(
         theta=5_000_000.0,

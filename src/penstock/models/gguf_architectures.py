@@ -112,7 +112,6 @@ class Architecture:
     interleaves_rotary_rows: bool = False  # q and k rows hold rotary pairs side by side
     rotates: bool = True  # queries and keys as metadata of all families say it
     has_unlike_layers: bool = False  # whose heads and widths differ: the config says those of the first, and then more
-    norm_offset: float = 0.0  # added to every norm weight, but for those of recurrent layers
     alternates_experts: bool = False  # Hugging Face's experts: gate and up by turns, inputs before outputs
     tiles_value_heads: bool = False  # the value heads of recurrent layers: those of a key head lie apart
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)  # config entries the family always has
@@ -194,7 +193,8 @@ class Architecture:
 def _qwen_hybrid(**values: Any) -> Architecture:
     return Architecture(
         own_names=_MLP_NORM_AFTER_ATTENTION | values.pop("own_names", {}),
-        norm_offset=1.0,
+        biases={},
+        biased=frozenset({"ssm_dt"}),
         kinds={"ssm_a": "linear_attention"},
         other_kind="full_attention",
         reads=frozenset({"rope.dimension_sections", "nextn_predict_layers"}),
@@ -244,14 +244,12 @@ _LISTED: Mapping[str, Architecture] = {
     "gemma3": Architecture(
         model_type="gemma3_text",
         named_class="Gemma3ForCausalLM",
-        norm_offset=1.0,
         fixed={**_GEMMA, "attn_logit_softcapping": None},
         full_every=6,
         names_window=True,
         numbers=_SOFTCAPS,
     ),
     "gemma2": Architecture(
-        norm_offset=1.0,
         fixed=_GEMMA,
         full_every=2,
         names_window=True,
@@ -304,7 +302,6 @@ _LISTED: Mapping[str, Architecture] = {
         biased=_NORM_STEMS,
     ),
     "nemotron": Architecture(
-        norm_offset=1.0,
         fixed={"hidden_act": "relu2"},
         biases={**_ATTENTION_BIAS, "mlp_bias": frozenset({"ffn_up", "ffn_down"})},
         biased=_NORM_STEMS,
@@ -343,8 +340,6 @@ _LISTED: Mapping[str, Architecture] = {
         model_type="qwen3_next",
         own_names=_NEXT_DELTA,
         is_sparse=True,
-        biases={},
-        biased=frozenset({"ssm_dt"}),
         fixed={**_SILU, "norm_topk_prob": True},
         integers={**_DELTA_SIZES, **_MIXTURE, **_SHARED_SIZE},
         gating=1,
@@ -353,8 +348,6 @@ _LISTED: Mapping[str, Architecture] = {
         model_type="qwen3_5_text",
         named_class="Qwen3_5ForCausalLM",
         tiles_value_heads=True,
-        biases={},
-        biased=frozenset({"ssm_dt"}),
         integers=_DELTA_SIZES,
     ),
     "qwen35moe": _qwen_hybrid(
@@ -362,8 +355,6 @@ _LISTED: Mapping[str, Architecture] = {
         named_class="Qwen3_5MoeForCausalLM",
         is_sparse=True,
         tiles_value_heads=True,
-        biases={},
-        biased=frozenset({"ssm_dt"}),
         integers={**_DELTA_SIZES, **_MIXTURE, **_SHARED_SIZE},
         gating=1,
     ),

@@ -158,8 +158,11 @@ class _Layouts:
         stem, family = _stem(stored), self._family
         if stem == "ssm_norm":
             return Piece(stored=replace(stored, shape=(prod(stored.shape),)))
-        if family.norm_offset and stem.endswith("norm") and stored.name.endswith(".weight"):
-            return Piece(stored=stored, subtract=family.norm_offset)
+        offset = family.family.traits.get(
+            "norm_offset", 0.0
+        )  # which the converter added to every norm but recurrent ones
+        if offset and stem.endswith("norm") and stored.name.endswith(".weight"):
+            return Piece(stored=stored, subtract=offset)
         heads = self._heads.get(stem) if family.interleaves_rotary_rows else None
         if heads and stored.shape[0] % (2 * heads):
             raise self._misfit(stored, f"rows that divide into {heads} even heads")
