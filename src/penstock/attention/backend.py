@@ -177,7 +177,6 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, inputs: ForwardInputs) -> None:
         """Prepares what all layers of the step share."""
-        ...
 
     def store(
         self,
@@ -193,7 +192,6 @@ class AttentionBackend(Protocol):
         The three may lie in memory in any way: as views of one product, or transposed. A layer that attends to
         what an earlier one has stored gives queries alone.
         """
-        ...
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, rule: AttentionRule, sinks_H: torch.Tensor | None = None
@@ -202,4 +200,3 @@ class AttentionBackend(Protocol):
 
         A sink is a float32 logit per head: it takes its share of the softmax and adds nothing.
         """
-        ...

@@ -70,7 +70,7 @@ class LayerHeads:
 
     @property
     def padded_size(self) -> int:
-        return max(LEAST_ROWS, _power_of_two(self.size))
+        return max(LEAST_ROWS, triton.next_power_of_2(self.size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ def tile_shapes(
 
     `shared_bytes`: of a multiprocessor of the card, for one program.
     """
-    least_rows = max(LEAST_ROWS, _power_of_two(group))
-    padded_size = max(LEAST_ROWS, _power_of_two(head_size))
+    least_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
+    padded_size = max(LEAST_ROWS, triton.next_power_of_2(head_size))
     if dtype == torch.float32:  # strict float32 has no tensor cores; small tiles keep it in registers
         num_keys = 32 if padded_size <= 128 else 16
         narrow = TileShape(num_rows=least_rows, num_keys=num_keys, num_warps=4, num_stages=1, programs=2)
@@ -308,13 +308,13 @@ class CudaAttention:
                 v_TKD.stride(0),
                 keys.stride(0),
                 NUM_HEADS=q_THD.shape[1],
-                PADDED_HEADS=_power_of_two(q_THD.shape[1]),
+                PADDED_HEADS=triton.next_power_of_2(q_THD.shape[1]),
                 NUM_KV_HEADS=num_kv_heads,
-                PADDED_KV_HEADS=_power_of_two(max(1, num_kv_heads)),
+                PADDED_KV_HEADS=triton.next_power_of_2(max(1, num_kv_heads)),
                 SIZE=size,
-                PADDED_SIZE=max(LEAST_ROWS, _power_of_two(size)),
+                PADDED_SIZE=max(LEAST_ROWS, triton.next_power_of_2(size)),
                 HALF=num_half,
-                PADDED_HALF=_power_of_two(max(1, num_half)),
+                PADDED_HALF=triton.next_power_of_2(max(1, num_half)),
                 HAS_NORMS=norms is not None,
                 **overlap(len(q_THD)),
             )
@@ -587,7 +587,3 @@ def _slots(starts: np.ndarray, contexts_C: np.ndarray, table: np.ndarray, block_
     chunk_T = np.repeat(np.arange(len(counts_C)), counts_C)
     position_T = np.arange(starts[-1]) - starts[chunk_T] + (contexts_C - counts_C)[chunk_T]
     return (table[chunk_T, position_T // block_size] * block_size + position_T % block_size).astype(np.int32)
-
-
-def _power_of_two(number: int) -> int:
-    return triton.next_power_of_2(number)

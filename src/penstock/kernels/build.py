@@ -40,22 +40,14 @@ class Instructions:
     folders: tuple[str, ...]
     multiplies_all: bool  # products of any number of rows; torch has its own for bfloat16 otherwise
 
-    @property
-    def sources(self) -> list[Path]:
-        return self._files("*.c")
-
-    @property
-    def headers(self) -> list[Path]:
-        return self._files("*.h")
-
     def are_had(self, flags: frozenset[str]) -> bool:
         return platform.machine() == self.machine and self.needed <= flags
 
     def command(self, compiler: str, *more: str) -> list[str]:
         includes = [f"-I{FOLDER / folder}" for folder in ("", *self.folders)]
-        return [compiler, *FLAGS, *self.flags, *includes, *map(str, self.sources), *more]
+        return [compiler, *FLAGS, *self.flags, *includes, *map(str, self.files("*.c")), *more]
 
-    def _files(self, pattern: str) -> list[Path]:
+    def files(self, pattern: str) -> list[Path]:
         return [path for folder in ("", *self.folders) for path in sorted((FOLDER / folder).glob(pattern))]
 
 
@@ -179,5 +171,5 @@ def _key(compiler: str, instructions: Instructions) -> str:
     """Hashes the source, the flags and the compiler, whose file stands for its version: it is not run."""
     file = Path(compiler).resolve()
     facts = [str(file), str(file.stat().st_size), str(file.stat().st_mtime_ns), *FLAGS, *instructions.flags]
-    text = b"".join(source.read_bytes() for source in (*instructions.headers, *instructions.sources))
+    text = b"".join(source.read_bytes() for source in (*instructions.files("*.h"), *instructions.files("*.c")))
     return hashlib.sha256("\0".join(facts).encode() + text).hexdigest()[:32]

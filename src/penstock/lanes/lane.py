@@ -125,7 +125,6 @@ class LanePrompt(Protocol):
     @property
     def positions(self) -> tuple[int, ...]:
         """The token ids that are scheduled; a source's passes are more of them than it has tokens."""
-        ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -133,12 +132,10 @@ class LanePrompt(Protocol):
     @property
     def atomic(self) -> tuple[Span, ...]:
         """Spans that no chunk may end in."""
-        ...
 
     @property
     def keys(self) -> tuple[MediaKey, ...]:
         """What tokens depend on besides their ids."""
-        ...
 
     @property
     def source(self) -> SourceReading | None: ...
@@ -146,16 +143,13 @@ class LanePrompt(Protocol):
     @property
     def why_no_logprobs(self) -> str:
         """Empty where the prompt's tokens have log-probabilities."""
-        ...
 
     @property
     def is_encoding(self) -> bool:
         """Tells whether `encode_next` must be called before the prompt can be read."""
-        ...
 
     def encode_next(self) -> None:
         """Encodes one more part, such as an image."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

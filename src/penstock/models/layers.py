@@ -209,9 +209,7 @@ def gated_activation(gate_up_TF: torch.Tensor, kind: str) -> torch.Tensor:
     if kind in ("silu", cpu_layers.GELU_TANH) and (kernels := cpu_layers.kernels_for(gate_up_TF)):
         return cpu_layers.gated_activation(kernels, gate_up_TF, kind)
     gate, up = gate_up_TF.chunk(2, dim=-1)
-    if kind == "silu":
-        return F.silu(gate).mul_(up)
-    return F.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none").mul_(up)
+    return plain_activation(kind)(gate).mul_(up)
 
 
 @cache

@@ -51,19 +51,15 @@ class WeightSource(Protocol):
 
     def copy_into(self, destination: torch.Tensor, name: str) -> None:
         """Fills `destination`, of any float type and maybe a slice of a larger parameter, with the tensor."""
-        ...
 
     def quantize_into(self, destination: QuantizedRows, name: str) -> None:
         """Fills `destination`, rows of a matrix that is kept in few bits, with the tensor."""
-        ...
 
     def codes_into(self, destination: Mxfp4Matrices, name: str) -> None:
         """Fills `destination` with a mixture's matrices, which are stored in MXFP4."""
-        ...
 
     def stored_runs(self, name: str, destination: torch.Tensor) -> list[StoredRun] | None:
         """Finds the bytes that would fill `destination`, one after another; None where they are not stored as such."""
-        ...
 
 
 def fill(source: WeightSource, destination: Destination, name: str) -> None:

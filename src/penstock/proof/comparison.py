@@ -56,7 +56,8 @@ def compared(
     worst: list[Difference] = []
     try:
         for case in cases:
-            worst.append(_worst(case, chunkings))
+            read = (largest_difference(case.read(cycle(sizes)), case.whole) for sizes in chunkings)
+            worst.append(worst_of(Difference(largest=one, allowed=case.allowed) for one in read))
             if num_failed(worst) > MAX_FAILURES or (first_may_decide and worst[0].is_exact):
                 break
     except Exception as error:  # a model fails in ways of its own
@@ -136,10 +137,3 @@ def judged(worst: Sequence[Difference], what: str, against: str) -> Finding:
         return Finding(exact=False, max_difference=largest, reason=reason)
     largest = max(one.largest for one in worst if one.is_exact)
     return Finding(exact=True, max_difference=largest, reason=f"{what} agree with {against} to {largest:.1e}")
-
-
-def _worst(case: Case, chunkings: Sequence[tuple[int, ...]]) -> Difference:
-    return worst_of(
-        Difference(largest=largest_difference(case.read(cycle(sizes)), case.whole), allowed=case.allowed)
-        for sizes in chunkings
-    )
