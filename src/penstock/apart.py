@@ -61,11 +61,7 @@ class Apart:
         # Nothing is imported from the folder that the user is in.
         command = [sys.executable, "-P", "-m", __name__, self._maker, json.dumps(asdict(self._bounds))]
         return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
 
     def _passed(self, process: subprocess.Popen[str], value: Any) -> dict[str, Any]:

@@ -25,17 +25,8 @@ CHOICES = {
     "cpu_kernels": ("auto", "torch", "avx512", "avx2", "neon"),
     "device": ("auto", "cpu", "cuda", "mps"),
 }
-AT_LEAST_ONE = (
-    "memory",
-    "context",
-    "threads",
-    "block_size",
-    "max_chunk_size",
-    "min_chunk_size",
-    "max_running",
-    "floor",
-)
-AT_LEAST_ONE += ("max_waiting", "max_waiting_tokens")
+AT_LEAST_ONE = ("memory", "context", "threads", "block_size", "max_chunk_size", "min_chunk_size", "max_running")
+AT_LEAST_ONE += ("floor", "max_waiting", "max_waiting_tokens")
 
 MB, GB, KIB, MIB, GIB = 1e6, 1e9, 2**10, 2**20, 2**30
 MAX_BYTES = 2**60
@@ -60,12 +51,7 @@ FREE_MEMORY_MARGIN = 0.1
 STATE_SHARE = 0.25
 # Tokens of a GPU's step that a latency target cuts. Each size has matrix kernels of its own, loaded when it is first
 # used, so they are few; the smaller ones are captured ahead of time.
-GPU_STEP_SIZES = (
-    *range(64, 1025, 64),
-    *range(1152, 2049, 128),
-    *range(2560, 4097, 512),
-    *range(5120, 8193, 1024),
-)
+GPU_STEP_SIZES = (*range(64, 1025, 64), *range(1152, 2049, 128), *range(2560, 4097, 512), *range(5120, 8193, 1024))
 # And of a CPU's: its products take 32 rows together.
 CPU_STEP_SIZES = range(32, 2**20, 32)
 # The most that `auto` picks. A CPU gains nothing past it. A GPU's products are fastest there, and answers beside a
@@ -183,10 +169,7 @@ class EngineConfig:
 
 
 def load_config(
-    flags: Mapping[str, Any],
-    *,
-    environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
+    flags: Mapping[str, Any], *, environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> EngineConfig:
     """`flags` holds what was given on the command line or as arguments; None means not given."""
     environment = os.environ if environment is None else environment

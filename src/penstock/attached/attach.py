@@ -15,11 +15,7 @@ DEFAULT_CHUNK_SIZE = 512
 
 
 def attach(
-    model: Any,
-    *,
-    chunk_size: int | None = None,
-    memory: str | int | None = None,
-    on_progress: OnProgress | None = None,
+    model: Any, *, chunk_size: int | None = None, memory: str | int | None = None, on_progress: OnProgress | None = None
 ) -> Attachment:
     """Makes `model.generate(...)` read prompts in chunks of at most `chunk_size`, within `memory`, from now on."""
     _require_model(model)

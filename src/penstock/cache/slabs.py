@@ -73,19 +73,10 @@ def checksum(pieces: Iterable[memoryview]) -> int:
 
 def encode_header(slab: Slab, namespace: bytes, sections: Sequence[int], checksums: Sequence[int]) -> bytes:
     size = header_bytes(len(slab.tokens), len(checksums))
-    fixed = FIXED.pack(
-        MAGIC,
-        FORMAT_VERSION,
-        slab.has_state,
-        RAW,
-        namespace,
-        slab.key,
-        slab.previous,
-        slab.first,
-        len(slab.tokens),
-        len(checksums),
-    )
-    body = fixed + b"".join(array("I", numbers).tobytes() for numbers in (slab.tokens, sections, checksums))
+    counts = (len(slab.tokens), len(checksums))
+    named = (namespace, slab.key, slab.previous, slab.first)
+    body = FIXED.pack(MAGIC, FORMAT_VERSION, slab.has_state, RAW, *named, *counts)
+    body += b"".join(array("I", numbers).tobytes() for numbers in (slab.tokens, sections, checksums))
     body = body.ljust(size - DIGEST_BYTES, b"\0")
     return body + blake2b(body, digest_size=DIGEST_BYTES).digest()
 
@@ -122,10 +113,7 @@ def decode_header(data: bytes) -> Header:
     tokens, numbers = tuple(numbers[:num_tokens]), numbers[num_tokens:]
     slab = Slab(key=key, previous=previous, first=first, tokens=tokens, has_state=bool(has_state))
     return Header(
-        namespace=namespace,
-        slab=slab,
-        sections=tuple(numbers[:num_sections]),
-        checksums=tuple(numbers[num_sections:]),
+        namespace=namespace, slab=slab, sections=tuple(numbers[:num_sections]), checksums=tuple(numbers[num_sections:])
     )
 
 

@@ -42,9 +42,7 @@ for command in (run, chat, serve, batch, plan, doctor, trace):
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         typer.echo(f"penstock {__version__}")
         raise typer.Exit

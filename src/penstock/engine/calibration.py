@@ -22,11 +22,7 @@ PROMPT_TOKENS = 2048
 NUM_DECODES = 4
 DECODE_STEPS = 6
 # On a GPU steps are larger, and contexts are skipped to.
-GPU_CHUNKS = (
-    (0, (4096, 2048, 512, 1024, 256)),
-    (16_384, (4096, 512, 1024)),
-    (49_152, (2048, 256, 1024, 512)),
-)
+GPU_CHUNKS = ((0, (4096, 2048, 512, 1024, 256)), (16_384, (4096, 512, 1024)), (49_152, (2048, 256, 1024, 512)))
 GPU_DECODE_CONTEXT = 8192
 MAX_READ = 1024  # tokens of a step that is run for its first use alone
 

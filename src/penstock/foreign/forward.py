@@ -71,11 +71,7 @@ class CachedForward:
     """
 
     def __init__(
-        self,
-        model: Any,
-        signature: ForwardSignature | None = None,
-        *,
-        forward: Callable[..., Any] | None = None,
+        self, model: Any, signature: ForwardSignature | None = None, *, forward: Callable[..., Any] | None = None
     ) -> None:
         self.model = model
         self.signature = ForwardSignature.of(model.forward) if signature is None else signature

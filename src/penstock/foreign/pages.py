@@ -92,11 +92,7 @@ def paged_attention(
 def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> CallSizes:
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise CannotJoin("attention is called with other keys than the step's own")
-    return CallSizes(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_size=max(key.shape[-1], value.shape[-1]),
-    )
+    return CallSizes(num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=max(key.shape[-1], value.shape[-1]))
 
 
 def _refuse_unknown(module: Any, mask: object, is_causal: bool | None, others: dict[str, Any]) -> None:

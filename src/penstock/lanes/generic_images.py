@@ -28,13 +28,7 @@ from penstock.proof.verdict import Way
 
 class MultimodalLane(MediaIntake):
     def __init__(
-        self,
-        media: MediaModel,
-        *,
-        reader: ImageReader,
-        encoder_bytes: int,
-        shape: ModelShape,
-        facts: LaneFacts,
+        self, media: MediaModel, *, reader: ImageReader, encoder_bytes: int, shape: ModelShape, facts: LaneFacts
     ) -> None:
         super().__init__(media, reader=reader, encoder_bytes=encoder_bytes)
         self.shape = shape

@@ -133,10 +133,7 @@ class NativeTextLoader:
             spec=spec,
             memory=loading.memory,
             num_tokens=num_tokens,
-            adjustments=[
-                *([] if streaming is None else [streaming.summary()]),
-                *_slow_quantization(loading.place),
-            ],
+            adjustments=[*([] if streaming is None else [streaming.summary()]), *_slow_quantization(loading.place)],
             attention=lane.attention,
             states=lane.states,
         )

@@ -66,10 +66,7 @@ def memory_of(shape: ModelShape, place: Place) -> MemoryModel:
     """The memory model of a native decoder, with as many recurrent states as its place holds."""
     num_running, num_checkpoints = place.state_slots(shape, has_checkpoints=place.config.prefix_cache)
     memory = place.memory(
-        shape,
-        num_running_states=num_running,
-        num_checkpoints=num_checkpoints,
-        num_logit_rows=num_logit_rows(place),
+        shape, num_running_states=num_running, num_checkpoints=num_checkpoints, num_logit_rows=num_logit_rows(place)
     )
     return place.with_recordings(memory, most_chunks=place.most_captured_tokens)
 

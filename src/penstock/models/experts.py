@@ -16,15 +16,7 @@ import torch.nn.functional as F
 from penstock.kernels.calls import CKernels
 from penstock.models import cpu_experts, cpu_layers
 from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
-from penstock.models.layers import (
-    Linear,
-    Mlp,
-    RmsNorm,
-    gated_activation,
-    plain_activation,
-    product,
-    wide_product,
-)
+from penstock.models.layers import Linear, Mlp, RmsNorm, gated_activation, plain_activation, product, wide_product
 from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.quantized import QuantizedMatrix, Weight
 

@@ -136,10 +136,7 @@ _GLM4_NAMES = (
     ("post_feedforward_layernorm", "post_mlp_layernorm"),
 )
 _HUNYUAN_NAMES = (("self_attn.q_norm", "self_attn.query_layernorm"), ("self_attn.k_norm", "self_attn.key_layernorm"))
-_APERTUS_NAMES = (
-    ("input_layernorm", "attention_layernorm"),
-    ("post_attention_layernorm", "feedforward_layernorm"),
-)
+_APERTUS_NAMES = (("input_layernorm", "attention_layernorm"), ("post_attention_layernorm", "feedforward_layernorm"))
 _STARCODER_NAMES = ((".mlp.up_proj", ".mlp.c_fc"), (".mlp.down_proj", ".mlp.c_proj"))
 _NORMS_AFTER = {"norms_inputs": False, "norms_outputs": True}
 _GLM = {"interleaves_rotary": True, "has_fused_mlp": True}
@@ -260,9 +257,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": replace(_QWEN_HYBRID, experts="qwen", defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS}),
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_5_moe_text": replace(
-        _QWEN_HYBRID,
-        experts="qwen",
-        defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS, "intermediate_size": 0},
+        _QWEN_HYBRID, experts="qwen", defaults={**_QWEN_HYBRID_DEFAULTS, **_QWEN_SMALL_EXPERTS, "intermediate_size": 0}
     ),
     "mixtral": Family(theta=1_000_000.0, sliding="all", biases={}, experts="mixtral", defaults=_EPS_5),
     "gpt_oss": Family(

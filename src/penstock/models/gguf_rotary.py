@@ -55,11 +55,7 @@ def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
         "factor": factor,
         "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length"),
     }
-    stored = {
-        "attention_factor": "yarn_attn_factor",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
+    stored = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     for theirs, ours in stored.items():
         if (value := keys.optional_number(f"rope.scaling.{ours}")) is not None:
             scaling[theirs] = value

@@ -50,10 +50,7 @@ def scales_and_lowest(kind: Type, factors_NR: np.ndarray) -> tuple[np.ndarray, n
         scales = factors_NR["scales"]
     elif fields != HALF_LOWEST and "lowest" in names:
         scales, lowest = pairs(factors_NR["scale_pairs"]), -pairs(factors_NR["lowest_pairs"]).astype(np.int8)
-    return (
-        _spread(factors_NR["scale"], scales),
-        _spread(factors_NR["lowest"], lowest) if "lowest" in names else None,
-    )
+    return (_spread(factors_NR["scale"], scales), _spread(factors_NR["lowest"], lowest) if "lowest" in names else None)
 
 
 def _spread(factor_NR: np.ndarray, parts: np.ndarray) -> np.ndarray:
@@ -77,10 +74,7 @@ def _six_bits(low_NRG: np.ndarray, high_NRg: np.ndarray) -> tuple[np.ndarray, np
 def six_bits(first_NRG: np.ndarray, second_NRG: np.ndarray) -> dict[str, np.ndarray]:
     """Packs two numbers of six bits for each group."""
     high = first_NRG >> 4 | second_NRG >> 4 << 2
-    return {
-        "low": first_NRG & 15 | (second_NRG & 15) << 4,
-        "high": high[..., ::2] | high[..., 1::2] << 4,
-    }
+    return {"low": first_NRG & 15 | (second_NRG & 15) << 4, "high": high[..., ::2] | high[..., 1::2] << 4}
 
 
 def factors(kind: Type, **fields: np.ndarray) -> np.ndarray:

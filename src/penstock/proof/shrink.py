@@ -221,11 +221,7 @@ def _shrink_depths(model_class: Callable[[Any], Any], config: Any, parts: list[A
 
 
 def _shrink_depth(
-    model_class: Callable[[Any], Any],
-    config: Any,
-    part: Any,
-    names: tuple[str, ...],
-    stack_of: Callable[[Any], Any],
+    model_class: Callable[[Any], Any], config: Any, part: Any, names: tuple[str, ...], stack_of: Callable[[Any], Any]
 ) -> None:
     """The shortest run of first layers that has every kind, kinds being told apart by what the layers are made of."""
     depth_name = next((name for name in names if isinstance(getattr(part, name, None), int)), None)

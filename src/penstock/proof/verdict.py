@@ -77,9 +77,7 @@ def judged(facts: LaneFacts, verdict: Verdict | None, *, is_strict: bool) -> Lan
         return facts
     has_pages = verdict.way in (Way.PACKED, Way.PAGED)
     return replace(
-        facts,
-        shares_prefixes=has_pages,
-        chunk_mask_mode="offset-causal" if has_pages else "the model's own",
+        facts, shares_prefixes=has_pages, chunk_mask_mode="offset-causal" if has_pages else "the model's own"
     )
 
 

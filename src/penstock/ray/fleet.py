@@ -86,8 +86,7 @@ def _deployment(settings: ServerSettings, config: EngineConfig, fleet: FleetSett
         min_replicas=fleet.min_replicas,
         max_replicas=fleet.max_replicas,
         policy=AutoscalingPolicy(
-            policy_function=BacklogScaling,
-            policy_kwargs={"target_s": fleet.backlog_s, "patience_s": fleet.patience_s},
+            policy_function=BacklogScaling, policy_kwargs={"target_s": fleet.backlog_s, "patience_s": fleet.patience_s}
         ),
         metrics_interval_s=1.0,
         look_back_period_s=2.0,

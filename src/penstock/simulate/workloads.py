@@ -99,11 +99,7 @@ def beside(sizes: Sizes, rng: Random) -> Arrivals:
     long = Arrival(at_s=rng.uniform(0.3, 0.5), num_prompt_tokens=sizes.prompt, num_generated=16)
     title = f"{sizes.num_decodes} decodes at context {sizes.decode_context:,}, one prompt of {sizes.prompt:,} arrives"
     return Arrivals(
-        title=title,
-        arrivals=(long,),
-        running=(one,) * sizes.num_decodes,
-        watched=0,
-        gaps_end_with_watched=True,
+        title=title, arrivals=(long,), running=(one,) * sizes.num_decodes, watched=0, gaps_end_with_watched=True
     )
 
 

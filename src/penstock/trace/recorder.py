@@ -150,10 +150,7 @@ class Recording:
         """The JSON of the document, a record at a time: all at once would keep Python from other threads."""
         head = self.head.model_copy(update={"num_dropped_steps": self.num_dropped_steps})
         yield head.model_dump_json(exclude={"steps", "requests"}).encode().removesuffix(b"}")
-        for name, records in (
-            ("steps", (ran.record() for ran in self.ran)),
-            ("requests", self._requests()),
-        ):
+        for name, records in (("steps", (ran.record() for ran in self.ran)), ("requests", self._requests())):
             yield f',"{name}":['.encode()
             for i, record in enumerate(records):
                 yield (b"," if i else b"") + record.model_dump_json().encode()
