@@ -278,11 +278,8 @@ class _Tile:
         num_queries, num_heads, head_size = q_QHD.shape
         num_kv_heads = k_NKD.shape[1]
         group = num_heads // num_kv_heads
-        q_KRD = (
-            q_QHD.view(num_queries, num_kv_heads, group, head_size)
-            .permute(1, 2, 0, 3)
-            .reshape(num_kv_heads, -1, head_size)
-        )
+        q_KGQD = q_QHD.view(num_queries, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
+        q_KRD = q_KGQD.reshape(num_kv_heads, -1, head_size)
         merged: tuple[torch.Tensor, torch.Tensor] | None = None
         for low in range(0, k_NKD.shape[0], KEY_ROWS):
             high = min(low + KEY_ROWS, k_NKD.shape[0])

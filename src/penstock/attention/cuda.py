@@ -556,14 +556,11 @@ def _tile_groups(
 ) -> list[tuple[LayerHeads, TileShape, np.ndarray, np.ndarray]]:
     """Lists (heads, shape, tiles, keys of each): those of long chunks first."""
     is_narrow = counts_C <= heads.narrow.num_rows // heads.group
-    return [
-        (
-            heads,
-            shape,
-            *_tiles(np.flatnonzero(chosen & (counts_C > 0)), counts_C, contexts_C, shape.num_rows // heads.group),
-        )
-        for shape, chosen in ((heads.wide, ~is_narrow), (heads.narrow, is_narrow))
-    ]
+    found = []
+    for shape, chosen in ((heads.wide, ~is_narrow), (heads.narrow, is_narrow)):
+        chunks = np.flatnonzero(chosen & (counts_C > 0))
+        found.append((heads, shape, *_tiles(chunks, counts_C, contexts_C, shape.num_rows // heads.group)))
+    return found
 
 
 def _tiles(
@@ -574,9 +571,8 @@ def _tiles(
     chunk_of_tile = np.repeat(chunks, tiles_C)
     index = np.arange(len(chunk_of_tile)) - np.repeat(np.cumsum(tiles_C) - tiles_C, tiles_C)
     first = index * num_queries
-    num_keys = (
-        contexts_C[chunk_of_tile] - counts_C[chunk_of_tile] + np.minimum(first + num_queries, counts_C[chunk_of_tile])
-    )
+    counts = counts_C[chunk_of_tile]
+    num_keys = contexts_C[chunk_of_tile] - counts + np.minimum(first + num_queries, counts)
     order = np.argsort(-num_keys, kind="stable")
     return np.stack([chunk_of_tile, first], 1).astype(np.int32)[order], num_keys[order]
 

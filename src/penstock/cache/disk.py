@@ -116,10 +116,9 @@ class DiskTier:
                     return False
                 before = room.total or 0
                 room.set_total(before + needed)
+                pieces = [memoryview(header), *(piece for section in sections for piece in section)]
                 try:
-                    _write_whole(
-                        path, [memoryview(header), *(piece for pieces in sections for piece in pieces)], used_at
-                    )
+                    _write_whole(path, pieces, used_at)
                 except OSError:
                     room.set_total(before)
                     raise

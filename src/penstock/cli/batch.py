@@ -105,12 +105,8 @@ def _shown(file: BinaryIO, answers: AnswerFile, console: Console) -> Generator[C
     """A bar over the bytes of the requests, with the time left; nothing where nobody looks."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("answering"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
+    what, told = TextColumn("answering"), TextColumn("{task.description}")
+    columns = (what, BarColumn(bar_width=None), told, TimeRemainingColumn())
     with Progress(*columns, console=console, expand=True, transient=True, disable=not console.is_terminal) as bar:
         num_bytes = Path(file.name).stat().st_size if isinstance(file.name, str) and file.name != "<stdin>" else None
         task = bar.add_task("loading the model", total=num_bytes)

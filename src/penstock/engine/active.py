@@ -154,7 +154,7 @@ class Active:
         return elapsed_s * (num_total - num_done) / num_done if num_done else 0.0  # a tile sees all from the start
 
     def output(self, reason: FinishReason, now: float) -> Output:
-        request, sampling, first = self.request, self.request.sampling, self.first_token_at
+        request, sampling, first, pooled = self.request, self.request.sampling, self.first_token_at, self.pooled
         return Output(
             request_id=request.id,
             text="".join(self.text),
@@ -171,7 +171,5 @@ class Active:
             predicted_peak_bytes=self.predicted_bytes,
             logprobs=None if sampling.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
-            embedding=None
-            if self.pooled is None
-            else tuple(torch.nn.functional.normalize(self.pooled, dim=0).tolist()),
+            embedding=None if pooled is None else tuple(torch.nn.functional.normalize(pooled, dim=0).tolist()),
         )

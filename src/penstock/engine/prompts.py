@@ -100,9 +100,8 @@ class PromptReader:
     def rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         if self.template is None:
             raise InvalidPrompt("The model has no chat template, so messages cannot be rendered. Give a text instead.")
-        if (self.is_text_part or self.reads_images) and self.template.split(
-            [{"role": "user", "content": ""}], 0
-        ) is None:
+        alone = [{"role": "user", "content": ""}]
+        if (self.is_text_part or self.reads_images) and self.template.split(alone, 0) is None:
             messages = [in_parts(message) for message in messages]
         return self.template.render(messages, **variables)
 

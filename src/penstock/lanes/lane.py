@@ -56,10 +56,8 @@ class LaneFacts:
             return replace(self, applied=True, boundary=self.chunk_boundary, mask_mode=self.chunk_mask_mode)
         if self.reads_whole:
             return replace(self, applied=False)
-        reason = (
-            "the whole prompt fits in one chunk: nothing had to be split" if num_chunks else "the prompt was not read"
-        )
-        return replace(self, applied=False, reason=reason)
+        fits = "the whole prompt fits in one chunk: nothing had to be split"
+        return replace(self, applied=False, reason=fits if num_chunks else "the prompt was not read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

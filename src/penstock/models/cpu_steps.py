@@ -51,9 +51,8 @@ class CompiledSteps:
         self._mixture: dict[str, Any] | None = None  # a call of one; all need as much memory
         if spec.experts is not None:
             self._scores_RE = _rows(spec.experts.num_experts, torch.float32)
-            self._chosen_RA, self._weights_RA = (
-                _rows(spec.experts.num_active, dtype) for dtype in (torch.int32, torch.float32)
-            )
+            self._chosen_RA = _rows(spec.experts.num_active, torch.int32)
+            self._weights_RA = _rows(spec.experts.num_active, torch.float32)
         self._calls: list[tuple[int, Any]] = []  # (kind, struct), kept alive: the table holds their addresses
         self._ends: list[int] = []  # of the calls of each layer
         self._last_stored = 0  # calls until the last layer's keys and values are in the pages

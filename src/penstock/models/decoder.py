@@ -485,10 +485,9 @@ class Decoder:
 
     def _empty_attention(self, index: int) -> Attention:
         spec, layer = self.spec, self.spec.layers[index]
+        before = spec.layers[: index if layer.keys_of is None else layer.keys_of]
         return Attention(
-            index=sum(
-                earlier.keeps_keys for earlier in spec.layers[: index if layer.keys_of is None else layer.keys_of]
-            ),
+            index=sum(earlier.keeps_keys for earlier in before),
             rule=AttentionRule(
                 scale=spec.attention_scale,
                 window=layer.window,
@@ -507,10 +506,8 @@ class Decoder:
     def _empty_latent(self, index: int) -> dict[str, Any]:
         if (latent := self.spec.latent) is None:
             return {}
-        num_made, query = (
-            self.spec.num_heads * (latent.plain_size + latent.value_size),
-            self._projections[index].get("query"),
-        )
+        num_made = self.spec.num_heads * (latent.plain_size + latent.value_size)
+        query = self._projections[index].get("query")
         return {
             "query": None if query is None else self._empty_linear(query, bias=False),
             "made_OI": torch.empty(num_made, latent.rank, dtype=self.dtype, device=self.device),

@@ -97,9 +97,8 @@ class Experts:
     def _of_one(self, x_TM: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor) -> torch.Tensor:
         """A single token has nothing to group."""
         out_TM = torch.zeros_like(x_TM)
-        for expert, weight in sorted(
-            zip(experts_TA[0].tolist(), weights_TA[0].unbind(), strict=True), key=itemgetter(0)
-        ):
+        chosen = zip(experts_TA[0].tolist(), weights_TA[0].unbind(), strict=True)
+        for expert, weight in sorted(chosen, key=itemgetter(0)):
             out_TM += self._expert(expert, x_TM).mul_(weight)
         return out_TM
 
@@ -232,10 +231,8 @@ class Experts:
         if self.router.bias_O is not None:
             yield f"{prefix}.{names.router}.bias", self.router.bias_O
         if self.score_bias_E is not None:
-            yield (
-                f"{prefix}.{names.score_bias}",
-                self.score_bias_E[None] if names.score_bias_is_row else self.score_bias_E,
-            )
+            bias_E = self.score_bias_E[None] if names.score_bias_is_row else self.score_bias_E
+            yield f"{prefix}.{names.score_bias}", bias_E
         if self.routed_norm is not None and self.scales_E is not None:
             yield f"{prefix}.{names.routed_scale}", self.routed_norm.weight
             yield f"{prefix}.{names.expert_scales}", self.scales_E

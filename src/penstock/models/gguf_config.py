@@ -115,12 +115,8 @@ def _intermediate_size(keys: Keys, family: Architecture) -> int:
     """Reads the width of the plain MLPs; where all layers have experts, what the file says is used by nothing."""
     stored = keys.raw("feed_forward_length")
     has_none = stored in (None, 0) or (isinstance(stored, list) and not any(stored))
-    key = (
-        "expert_feed_forward_length"
-        if has_none and "expert_count" in family.integers.values()
-        else "feed_forward_length"
-    )
-    return keys.integer(key, **_of_layers(family))
+    of_experts = "expert_" if has_none and "expert_count" in family.integers.values() else ""
+    return keys.integer(f"{of_experts}feed_forward_length", **_of_layers(family))
 
 
 def _of_layers(family: Architecture) -> dict[str, Any]:

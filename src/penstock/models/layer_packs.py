@@ -58,10 +58,9 @@ class LayerFile:
         try:
             if self.is_direct:
                 skipped = offset % PAGE
-                self._fill(
-                    buffer[: -(-(skipped + len(target)) // PAGE) * PAGE], offset - skipped, skipped + len(target)
-                )
-                target[:] = buffer[skipped : skipped + len(target)]
+                num_needed = skipped + len(target)
+                self._fill(buffer[: -(-num_needed // PAGE) * PAGE], offset - skipped, num_needed)
+                target[:] = buffer[skipped:num_needed]
             else:
                 self._fill(target, offset, len(target))
                 os.posix_fadvise(self._file.fileno(), offset, len(target), os.POSIX_FADV_DONTNEED)

@@ -89,9 +89,7 @@ class ExpertsSpec:
         biases = (2 * self.intermediate_size + hidden_size + 1) * self.has_biases
         biases += self.sigmoid is not None and self.sigmoid.has_bias
         biases += self.norms_routed
-        shared = (
-            ((2 + self.is_gated) * self.shared_size + self.has_shared_gate) * hidden_size if self.shared_size else 0
-        )
+        shared = ((2 + self.is_gated) * self.shared_size + self.has_shared_gate) * hidden_size * bool(self.shared_size)
         return self.num_experts * (matrices + biases + hidden_size) + shared + hidden_size * self.norms_routed
 
 
@@ -210,9 +208,8 @@ class MambaSpec:
         return projected, self.num_heads * (3 * self.state_size + 3 * self.head_size)
 
     def num_parameters(self, hidden_size: int) -> int:
-        projections = self.widest_rows * (hidden_size + self.has_bias) + hidden_size * (
-            self.inner_width + self.has_bias
-        )
+        outward = hidden_size * (self.inner_width + self.has_bias)
+        projections = self.widest_rows * (hidden_size + self.has_bias) + outward
         convolution = self.num_channels * (self.conv_width + self.has_conv_bias)
         return projections + convolution + 3 * self.num_heads + self.inner_width * self.has_norm
 

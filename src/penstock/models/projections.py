@@ -114,12 +114,10 @@ def layer_projections(spec: DecoderSpec, index: int) -> dict[Role, Projection]:
         separate = [(f"{prefix}.{kind}_proj", count) for kind, count in zip("qkv", rows, strict=True) if count]
         if spec.latent is not None:
             first, rank, rotated = spec.latent.first_rows(spec.num_heads)
-            queries, num_queries = (
-                "q_a_proj" if spec.latent.query_rank else "q_proj",
-                spec.num_heads * spec.latent.query_size,
-            )
+            queries = "q_a_proj" if spec.latent.query_rank else "q_proj"
             separate = [(f"{prefix}.{queries}", first), (f"{prefix}.kv_a_proj_with_mqa", rank + rotated)]
             if spec.latent.query_rank:
+                num_queries = spec.num_heads * spec.latent.query_size
                 found.append(_projection(spec, "query", [(f"{prefix}.q_b_proj", num_queries)], first))
         fused = [(f"{prefix}.qkv_proj", sum(rows))]
         found.append(_projection(spec, "qkv", fused if spec.has_fused_qkv else separate, spec.hidden_size))

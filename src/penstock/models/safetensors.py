@@ -83,8 +83,5 @@ def _checked_entry(path: Path, name: str, entry: object, num_data_bytes: int) ->
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
-        and len(value) <= 16
-    )
+    is_short = isinstance(value, list) and len(value) <= 16
+    return is_short and all(type(item) is int and 0 <= item < 1 << 63 for item in value)

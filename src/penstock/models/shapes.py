@@ -28,6 +28,7 @@ def native_shape(
     """`multiplies_codes`: quantized matrices are not dequantized for a product."""
     spec = decoder_spec(config)
     quantized = quantized_sizes(spec, quantization) if quantization is not None else None
+    has_codes = bool(quantized and quantized.has_experts and multiplies_codes)
     others = (spec.recurrent.widest_rows if spec.recurrent else 0, _layer_input_values(spec))
     largest_rows = max((1 + spec.is_gated) * spec.widest_mlp, spec.qkv_rows, *others)
     return ModelShape.of(
@@ -41,9 +42,7 @@ def native_shape(
         dequantized_tile_bytes=quantized.tile_values * DTYPE_BYTES[dtype] if quantized and not multiplies_codes else 0,
         group_sum_bytes_per_token=quantized.most_halves * GROUP_SUM_BYTES if quantized and multiplies_codes else 0,
         layer_input_values=_layer_input_values(spec),
-        expert_bytes_per_token=_expert_bytes(
-            spec, DTYPE_BYTES[dtype], device, has_codes=bool(quantized and quantized.has_experts and multiplies_codes)
-        ),
+        expert_bytes_per_token=_expert_bytes(spec, DTYPE_BYTES[dtype], device, has_codes=has_codes),
         swept_bytes_per_token=_swept_bytes(spec, DTYPE_BYTES[dtype], is_quantized=quantized is not None),
         **_recurrent_shape(spec, DTYPE_BYTES[dtype]),
     )

@@ -224,11 +224,10 @@ class DecoderSpec:
         num_norms = self.num_layers if self.is_parallel else self.num_mixed + num_mlps
         norms = num_norms * norm * (self.norms_inputs + self.norms_outputs)
         norms += sum(NORMS_BESIDE * norm for layer in self.layers if layer.has_mlp_beside)
-        recurrent = len(self.recurrent_layers) * (
-            self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
-        )
+        of_recurrence = self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
         mlps = sum(self._mlp_parameters(layer) + sparse * layer.has_experts for layer in self.layers)
-        mixers = sum(self._attention_parameters(layer) for layer in self.layers if layer.has_attention) + recurrent
+        mixers = sum(self._attention_parameters(layer) for layer in self.layers if layer.has_attention)
+        mixers += len(self.recurrent_layers) * of_recurrence
         others = norm + self.num_layers * self.scales_layers
         if self.layer_inputs is not None:
             num_looked_up = self.layer_inputs.num_looked_up(self.num_layers)
@@ -351,6 +350,7 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
     if is_gemma4:
         by_layer = [heads | more for heads, more in zip(by_layer, gemma4_layers(config, by_layer), strict=True)]
     layers = _layers(model_type, family, config, by_layer)
+    rotated = _rotated_sizes(layers, head_size) if latent is None else {"global": latent.rotated_size}
     tied = config.get("tie_word_embeddings")
     values: dict[str, Any] = {
         "family": model_type,
@@ -361,12 +361,7 @@ def _decoder_spec(model_type: str, family: Family, config: Mapping[str, Any]) ->
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "max_context": int(config["max_position_embeddings"]),
         "layers": layers,
-        "rotaries": _rotaries(
-            model_type,
-            family,
-            config,
-            _rotated_sizes(layers, head_size) if latent is None else {"global": latent.rotated_size},
-        ),
+        "rotaries": _rotaries(model_type, family, config, rotated),
         "latent": latent,
         "activation": activation,
         "has_tied_embeddings": family.tied_by_default if tied is None else bool(tied),

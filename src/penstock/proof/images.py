@@ -122,11 +122,8 @@ def _checked_picture(lane: MultimodalLane, inputs: dict[str, Any], make_attentio
             f"With a picture, this model's logits differ by {whole:.2g} from its plain forward ({case.allowed:.2g} is "
             "allowed)."
         )
-    sizes, what, against = (
-        (-(-prompt.num_tokens // NUM_CHUNKS) + 1,),
-        "a picture's logits in chunks",
-        "the whole prompt's",
-    )
+    sizes = (-(-prompt.num_tokens // NUM_CHUNKS) + 1,)
+    what, against = "a picture's logits in chunks", "the whole prompt's"
     if make_attention is None:
         return compared([case], [sizes], what=what, against=against)
     with paged([case], [prompt], lane.media, make_attention) as in_pages:

@@ -115,12 +115,8 @@ class Run:
         if limit is not None and longest > limit:
             raise PromptTooLong(f"The prompt has {longest} tokens; the server takes {limit}. Shorten it.")
         prompts = [await self._steps.read(prompt) for prompt in prompts]  # once for all of their choices
-        given: dict[str, Any] = {
-            "chunk_size": chunk_size,
-            "priority": priority or 0,
-            "deadline_s": settings.request_timeout_s,
-        }
-        given |= {"scope": self.sharing_scope, "forks": forks}
+        given: dict[str, Any] = {"chunk_size": chunk_size, "priority": priority or 0, "scope": self.sharing_scope}
+        given |= {"deadline_s": settings.request_timeout_s, "forks": forks}
         try:
             for index, (prompt, number) in enumerate(product(prompts, range(num_each))):
                 seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
@@ -153,11 +149,9 @@ class Run:
             answer = await unless_disconnected(self._request, self._whole(shape))
         finally:
             self.close()
-        return (
-            Response(status_code=CLIENT_CLOSED_REQUEST)
-            if answer is None
-            else JSONResponse(answer, headers=self._headers)
-        )
+        if answer is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(answer, headers=self._headers)
 
     async def _events(self, shape: Shape) -> AsyncIterator[bytes]:
         yield shape.begin()

@@ -195,15 +195,14 @@ class SimulatedRun:
                 self._note_token(life, is_governed)
                 if life.num_generated == life.arrival.num_generated:
                     finished[chunk.sequence_id] = "length"
-        self._scheduler.apply(
-            StepResult(
-                step=plan.step,
-                token_by_sequence=token_by_sequence,
-                finished=finished,
-                elapsed_s=self.elapsed_s - self._step_began,
-                peak_bytes=0,
-            )
+        result = StepResult(
+            step=plan.step,
+            token_by_sequence=token_by_sequence,
+            finished=finished,
+            elapsed_s=self.elapsed_s - self._step_began,
+            peak_bytes=0,
         )
+        self._scheduler.apply(result)
 
     def _advance(self, plan: StepPlan) -> bool:
         """Moves the clock by what the step takes; says whether the target could be kept."""

@@ -133,9 +133,8 @@ def bursts(sizes: Sizes, rng: Random) -> Arrivals:
             generated = rng.randint(sizes.day_mean_generated, 4 * sizes.day_mean_generated)
             arrivals.append(Arrival(at_s=at_s, num_prompt_tokens=length, num_generated=generated))
     title = f"{sizes.num_bursts} bursts of {sizes.burst_requests}, one each {sizes.burst_every_s:g} s, prompts of "
-    title += (
-        f"{min(sizes.burst_prompts):,} to {max(sizes.burst_prompts):,}, {sizes.burst_blocks * 16:,} tokens of cache"
-    )
+    title += f"{min(sizes.burst_prompts):,} to {max(sizes.burst_prompts):,}, "
+    title += f"{sizes.burst_blocks * 16:,} tokens of cache"
     ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     return Arrivals(title=title, arrivals=tuple(ordered), num_blocks=sizes.burst_blocks)
 
