@@ -16,14 +16,12 @@ from penstock.kernels import build
 from penstock.lanes.checks import Checks
 from penstock.lanes.lane import Lane
 from penstock.lanes.loading import LoadedLane, Loading
-from penstock.lanes.place import Place
 from penstock.lanes.table import LANES, settle
 from penstock.models.content import WeightContent
 from penstock.models.files import ModelFiles, reading_config, resolve
 from penstock.models.weights import WeightSource
 from penstock.plan.devices import DeviceMemory, device_warnings
 from penstock.plan.machine import (
-    default_memory_budget,
     keep_freed_memory,
     num_physical_cores,
     resident_bytes,
@@ -79,7 +77,9 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
         checks.facts()  # refuses before any weight is loaded
     parts = load_tokenizer(files)
     tokenizer = Tokenizer(parts.backend)
-    place = _measured(place)
+    gpu = gpu_memory(torch.device(place.device))
+    return_freed_memory()
+    place = place.with_memory(gpu, resident_bytes() + FIRST_CALL_BYTES_ESTIMATE)
     checks = None if checks is None else replace(checks, place=place)
     with reading_config(files.name):
         memory = kind.price(place, None if checks is None else checks.verdict)
@@ -97,17 +97,6 @@ def load_files(files: ModelFiles, config: EngineConfig, weights: WeightSource | 
     content = WeightContent.of(files) if weights is None and place.uses_disk else None
     model = _put_together(loader.load(loading), loading, parts, tokenizer, warnings)
     return replace(model, content=content.digest if content is not None and content.still_holds else None)
-
-
-def _measured(place: Place) -> Place:
-    """The place with the bytes that are taken before the weights, and the budget."""
-    gpu = gpu_memory(torch.device(place.device))
-    return_freed_memory()
-    return replace(
-        place,
-        runtime_bytes=gpu.runtime_bytes if gpu else resident_bytes() + FIRST_CALL_BYTES_ESTIMATE,
-        budget_bytes=place.config.memory or (gpu.default_budget if gpu else default_memory_budget()),
-    )
 
 
 def _put_together(

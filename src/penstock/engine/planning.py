@@ -17,7 +17,6 @@ from penstock.lanes.table import LANES, settle
 from penstock.models.files import reading_config, resolve
 from penstock.plan.chunks import last_chunks
 from penstock.plan.devices import cuda_memory, device_warnings
-from penstock.plan.machine import default_memory_budget
 from penstock.plan.placement import StreamingPlan
 from penstock.plan.prompt_plan import PromptPlan, plan_prompt
 from penstock.proof.verdict import judged
@@ -67,12 +66,7 @@ def plan_model(model: str, prompt: int | Sequence[TextPart], config: EngineConfi
         raise InvalidSetting(f"Prompt tokens are {prompt_tokens}; give at least 1.")
     kind = LANES[place.lane.id]
     with reading_config(model):
-        runtime_bytes = gpu.runtime_bytes if gpu is not None else estimated_runtime_bytes(place)
-    place = dataclasses.replace(
-        place,
-        runtime_bytes=runtime_bytes,
-        budget_bytes=config.memory or (gpu.default_budget if gpu is not None else default_memory_budget()),
-    )
+        place = place.with_memory(gpu, estimated_runtime_bytes(place))
     verdict = place.kept_verdict() if kind.is_checked else None
     if kind.is_checked:
         place = dataclasses.replace(place, lane=judged(place.lane, verdict, is_strict=config.strict))

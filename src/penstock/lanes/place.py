@@ -22,6 +22,8 @@ from penstock.lanes.lane import LaneFacts
 from penstock.models.files import ModelFiles
 from penstock.models.quantization import Quantization, expanded_types, has_codes_for_card, quantization_of, stored_types
 from penstock.models.shapes import DTYPE_BYTES
+from penstock.plan.devices import DeviceMemory
+from penstock.plan.machine import default_memory_budget
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.placement import place_layers
 from penstock.plan.recordings import LARGEST_CHUNKS, LARGEST_DECODES, captured_size, recording_bytes
@@ -48,6 +50,11 @@ class Place:
     dtype: str
     runtime_bytes: int = 0
     budget_bytes: int = 0
+
+    def with_memory(self, gpu: DeviceMemory | None, runtime_bytes: int) -> Place:
+        """Makes the place with the budget, and what is taken before the weights: that, or what the card says."""
+        budget_bytes = self.config.memory or (gpu.default_budget if gpu else default_memory_budget())
+        return replace(self, runtime_bytes=gpu.runtime_bytes if gpu else runtime_bytes, budget_bytes=budget_bytes)
 
     @property
     def item_bytes(self) -> int:
