@@ -105,12 +105,8 @@ class Runner:
             found.append(self.lane.run(replace(inputs, after_layer=after_layer, layers=chunks[0].layers)))
         logits = torch.cat(found) if len(found) > 1 else found[0]
         # Masks of grammars are computed here, while the device computes the step.
-        asks = [
-            self._ask(chunk, sequences[chunk.sequence_id], samplers[chunk.sequence_id])
-            for chunks in parts
-            for chunk in chunks
-            if chunk.wants_logits
-        ]
+        choosing = [chunk for chunks in parts for chunk in chunks if chunk.wants_logits]
+        asks = [self._ask(c, sequences[c.sequence_id], samplers[c.sequence_id]) for c in choosing]
         step = StepLogits(logits, rows_by_sequence, pooled, asks, self._last[1], begun)
         self._last = (step.place_by_sequence, step.tokens_on_device)
         return step
@@ -176,29 +172,23 @@ class Runner:
         ids_T, positions_T, logit_rows_L, pending_rows_P, places_P = parts
         if pending_rows:
             ids_T[pending_rows_P] = last_tokens[places_P]
+        states = [chunk.state for chunk in chunks if chunk.state]
+        requests = [sequences[chunk.sequence_id].request for chunk in chunks]
         return ForwardInputs(
             ids_T=ids_T,
             positions_T=positions_T,
             query_starts=tuple(query_starts),
             context_lens=tuple(chunk.end for chunk in chunks),
             block_table=tuple(tuple(sequences[chunk.sequence_id].block_ids) for chunk in chunks),
-            rotary_variants=tuple(sequences[chunk.sequence_id].request.rotary for chunk in chunks),
+            rotary_variants=tuple(request.rotary for request in requests),
             sequence_ids=tuple(chunk.sequence_id for chunk in chunks),
             logit_rows=logit_rows_L,
             asks_last=None if asks_others else tuple(chunk.wants_logits for chunk in chunks),
-            state_slots=tuple(chunk.state.slot for chunk in chunks if chunk.state),
-            state_loads=tuple(
-                (chunk.state.source, chunk.state.slot)
-                for chunk in chunks
-                if chunk.state and chunk.state.source != chunk.state.slot
-            ),
-            state_saves=tuple(
-                (chunk.state.slot, chunk.state.save_to)
-                for chunk in chunks
-                if chunk.state and chunk.state.save_to is not None
-            ),
+            state_slots=tuple(state.slot for state in states),
+            state_loads=tuple((state.source, state.slot) for state in states if state.source != state.slot),
+            state_saves=tuple((state.slot, state.save_to) for state in states if state.save_to is not None),
             take_hidden=take_hidden,
-            source_lens=tuple(_num_source(sequences[chunk.sequence_id]) for chunk in chunks),
+            source_lens=tuple(0 if request.source is None else request.source.num_tokens for request in requests),
         )
 
     def _tensors(self, *parts: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
@@ -208,11 +198,6 @@ class Runner:
         for part, place in zip(parts, packed.split(sizes), strict=True):
             place.numpy()[:] = part
         return list(packed.to(self.device, non_blocking=True).split(sizes))
-
-
-def _num_source(sequence: SequenceState) -> int:
-    source = sequence.request.source
-    return 0 if source is None else source.num_tokens
 
 
 def _logit_rows(chunk: Chunk, sequence: SequenceState, first_row: int) -> list[int]:

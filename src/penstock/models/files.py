@@ -256,15 +256,10 @@ def hub_snapshot(model: str, weights: bool, file: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [with_parts(file)] if file else HUB_PATTERNS if weights else ["config.json"]
+    ignored, is_here = None if file else HUB_IGNORED, bool(file) and not weights
     with asking_hub(model):
-        return Path(
-            snapshot_download(
-                model,
-                allow_patterns=patterns,
-                ignore_patterns=None if file else HUB_IGNORED,
-                local_files_only=bool(file) and not weights,
-            )
-        )
+        folder = snapshot_download(model, allow_patterns=patterns, ignore_patterns=ignored, local_files_only=is_here)
+    return Path(folder)
 
 
 def with_parts(name: str) -> str:

@@ -10,22 +10,10 @@ from penstock.models.files import ModelFiles
 from penstock.models.spec import DecoderSpec, decoder_spec
 
 # What images see: only what comes before, or all of their own span.
-NATIVE_MEDIA: Mapping[str, Literal["causal", "span"]] = {
-    "llava": "causal",
-    "llava_onevision": "causal",
-    "smolvlm": "causal",
-    "idefics3": "causal",
-    "mistral3": "causal",
-    "internvl": "causal",
-    "lfm2_vl": "causal",
-    "gemma3": "span",
-    "gemma4": "span",
-    "qwen2_5_vl": "causal",
-    "qwen3_vl": "causal",
-    "qwen3_vl_moe": "causal",
-    "qwen3_5": "causal",
-    "qwen3_5_moe": "causal",
-}
+SEE_BEFORE = ("llava", "llava_onevision", "smolvlm", "idefics3", "mistral3", "internvl", "lfm2_vl")
+SEE_BEFORE += ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+SEE_SPANS = ("gemma3", "gemma4")
+NATIVE_MEDIA = (*SEE_BEFORE, *SEE_SPANS)
 # What a text part must say itself; where one is missing, the library's defaults hold and it is asked.
 REQUIRED = (
     "model_type",
@@ -45,7 +33,7 @@ def sight_of(config: Mapping[str, Any]) -> Literal["causal", "span"]:
     """Gemma 4 says of each model whether its images see themselves; those of its small ones do not."""
     kind, text = str(config["model_type"]), config.get("text_config") or {}
     is_blind = kind == "gemma4" and text.get("use_bidirectional_attention") != "vision"
-    return "causal" if is_blind else NATIVE_MEDIA[kind]
+    return "span" if kind in SEE_SPANS and not is_blind else "causal"
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -126,24 +126,18 @@ class Merge:
     def _of_mixture(self, parameter: str, parts: LowRank) -> Iterable[tuple[str, Product]]:
         mixture, _, kind = parameter.rpartition(".")
         num_experts = self._tensors.shape(parts.a)[0] // self._adapter.rank(parameter)
-        name = self._find(parameter)
+        name, is_down = self._find(parameter), kind == FUSED_DOWN
         for expert in range(num_experts):
-            product = Product(module=parameter, parts=parts, expert=expert)
+            product, place = Product(module=parameter, parts=parts, expert=expert), f"{mixture}.{expert}"
             if name is not None:
-                yield name, Product(module=parameter, parts=parts, expert=expert, into_expert=expert)
+                yield name, replace(product, into_expert=expert)
                 continue
-            is_down = kind == FUSED_DOWN
-            one = next(
-                (all_of for all_of in HALVES if self._find(f"{mixture}.{expert}.{next(iter(all_of))}.weight")), {}
-            )
+            one = next((all_of for all_of in HALVES if self._find(f"{place}.{next(iter(all_of))}.weight")), {})
             kinds = {part: half for part, half in one.items() if (half is None) == is_down}
             if not kinds:
                 self._found(parameter, parameter)
             for part, half in kinds.items():
-                yield (
-                    self._found(f"{mixture}.{expert}.{part}.weight", parameter),
-                    Product(module=parameter, parts=parts, expert=product.expert, half=half),
-                )
+                yield self._found(f"{place}.{part}.weight", parameter), replace(product, half=half)
 
     def _find(self, path: str) -> str | None:
         """The stored name of a tensor that an adapter calls as some release of the library does."""
