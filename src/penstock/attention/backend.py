@@ -106,6 +106,11 @@ class ForwardInputs:
             sequence_ids=of_chunks(self.sequence_ids),
         )
 
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """Yields (first row, first position, end position) of each chunk."""
+        for first, last, end in zip(self.query_starts, self.query_starts[1:], self.context_lens, strict=False):
+            yield first, end - (last - first), end
+
     def longer_chunks(self) -> Iterator[tuple[slice, int]]:
         """Yields (rows, state slot) of each chunk of more than one token."""
         for first, last, slot in zip(self.query_starts, self.query_starts[1:], self.state_slots, strict=False):

@@ -179,15 +179,13 @@ class CpuAttention:
     def _chunks(self) -> Iterator[tuple[int, int, int, tuple[SlotRun, ...]]]:
         """Yields (first row, first position, end position, runs) of each chunk."""
         assert self._inputs is not None, "begin_step comes first"
-        starts = self._inputs.query_starts
         if not self._runs:
             self._runs = [
                 contiguous_runs(blocks, self.block_size, length)
                 for blocks, length in zip(self._inputs.block_table, self._inputs.context_lens, strict=True)
             ]
-        for index, end in enumerate(self._inputs.context_lens):
-            num_rows = starts[index + 1] - starts[index]
-            yield starts[index], end - num_rows, end, self._runs[index]
+        for chunk, runs in zip(self._inputs.chunks(), self._runs, strict=True):
+            yield *chunk, runs
 
 
 def _are_bfloat16(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, rotation: Rotation | None) -> bool:

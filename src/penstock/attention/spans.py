@@ -24,11 +24,9 @@ def attend_spans(
     """Replaces the rows of the step's spans by attention over what they see: their past and all of their span."""
     if inputs.media is None or not rule.sees_spans:
         return
-    for index, spans in enumerate(inputs.media.spans):
-        first_row = inputs.query_starts[index]
-        end = inputs.context_lens[index]
-        start = end - (inputs.query_starts[index + 1] - first_row)
-        blocks = torch.tensor(inputs.block_table[index] if spans else (), device=q_THD.device)
+    chunks = zip(inputs.media.spans, inputs.chunks(), inputs.block_table, strict=False)  # no spans: none has any
+    for spans, (first_row, start, end), block_ids in chunks:
+        blocks = torch.tensor(block_ids if spans else (), device=q_THD.device)
         for span in spans:
             queries = range(max(start, span.start), min(end, span.end))
             first_key = 0 if rule.window is None else max(0, queries.start - rule.window + 1)

@@ -158,20 +158,17 @@ class PagedPrompts(OwnCaches):
     @torch.inference_mode()
     def run(self, inputs: ForwardInputs) -> torch.Tensor:
         logits = []
-        for index, sequence_id in enumerate(inputs.sequence_ids):
-            prompt = self._kept[sequence_id].prompt
-            assert prompt is not None
-            offset = inputs.query_starts[index]
-            num_rows = inputs.query_starts[index + 1] - offset
+        for index, (offset, start, end) in enumerate(inputs.chunks()):
+            kept, num_rows = self._kept[inputs.sequence_ids[index]], end - start
+            assert kept.prompt is not None
             # Read again after a preemption: what is past the prompt was written, and is a call of its own.
-            border = min(max(0, prompt.num_tokens - inputs.context_lens[index] + num_rows), num_rows)
+            border = min(max(0, kept.prompt.num_tokens - start), num_rows)
             for first, last in ((0, border), (border, num_rows)):
                 if first < last:
                     part = inputs.cut([(index, offset + first, offset + last)])
                     self._attention.begin_step(part)
                     with attending(self._attention, self._num_calls):
-                        start = part.context_lens[0] - (last - first)
-                        logits.append(self._call(self._kept[sequence_id], part.ids_T, start, part.logit_rows))
+                        logits.append(self._call(kept, part.ids_T, start + first, part.logit_rows))
         return torch.cat(logits)
 
 

@@ -89,10 +89,8 @@ class NativeMultimodalLane(MediaIntake):
 
     def _chunks(self, inputs: ForwardInputs) -> Iterator[tuple[MediaPrompt, int, int, int]]:
         """Yields (prompt, first row, first position, end position) of each chunk."""
-        for index, (sequence_id, end) in enumerate(zip(inputs.sequence_ids, inputs.context_lens, strict=True)):
-            row = inputs.query_starts[index]
-            num_rows = inputs.query_starts[index + 1] - row
-            yield self._prompts[sequence_id], row, end - num_rows, end
+        for sequence_id, chunk in zip(inputs.sequence_ids, inputs.chunks(), strict=True):
+            yield self._prompts[sequence_id], *chunk
 
     def _features(self, inputs: ForwardInputs) -> Iterator[tuple[torch.Tensor, Features]]:
         """Yields (rows of the step, their features) of each chunk that holds images."""

@@ -16,13 +16,8 @@ from penstock.models.media_spec import NATIVE_MEDIA, media_text_config
 
 ASKED_FOR = "asked for by --text-only"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # one of them says how images become tensors
-OF_ALL_PARTS = (
-    "dtype",
-    "torch_dtype",
-    "eos_token_id",
-    "quantization_config",
-    "auto_map",
-)  # what a config says beside its parts
+# What a config says beside its parts.
+OF_ALL_PARTS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "auto_map")
 
 
 def part_to_read(files: ModelFiles, config: EngineConfig, *, is_for_images: bool) -> ModelFiles:
