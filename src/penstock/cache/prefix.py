@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from penstock.cache.blocks import BlockPool
 from penstock.request import HitReason
@@ -21,6 +22,13 @@ def root_hash(model_identity: str, rotary: str, scope: str = "") -> bytes:
 def chain_hash(previous: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) -> bytes:
     """`media`: hashes of the images that some of the tokens stand for, all of which have the same id."""
     return hashlib.blake2b(b"".join([previous, array("I", tokens).tobytes(), *media]), digest_size=16).digest()
+
+
+def block_hashes(tokens: Sequence[int], root: bytes, block_size: int) -> Iterator[bytes]:
+    """Yields the chained hashes of the whole blocks of a prompt; one token is left to compute."""
+    for start in range(0, len(tokens) - block_size, block_size):
+        root = chain_hash(root, tokens[start : start + block_size])
+        yield root
 
 
 class PrefixCache:
@@ -56,14 +64,8 @@ class PrefixCache:
             self.pool.keep_content(block)
 
     def known(self, tokens: Sequence[int], root: bytes, block_size: int) -> list[bytes]:
-        """The hashes of the whole blocks that somebody computed, from the first on; one token is left to compute."""
-        found: list[bytes] = []
-        for start in range(0, len(tokens) - block_size, block_size):
-            block_hash = chain_hash(found[-1] if found else root, tokens[start : start + block_size])
-            if block_hash not in self:
-                break
-            found.append(block_hash)
-        return found
+        """The hashes of the whole blocks that somebody computed, from the first on."""
+        return list(takewhile(self.__contains__, block_hashes(tokens, root, block_size)))
 
     def why_kept(self, block_hash: bytes) -> HitReason:
         return self.pool.why_kept(self._block_by_hash[block_hash])

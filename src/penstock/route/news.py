@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.cache.prefix import chain_hash
+from penstock.cache.prefix import block_hashes
 from penstock.document import Document
 from penstock.request import StepPlan, StepResult
 from penstock.schedule.budget import StepCost, StepLoad
@@ -34,12 +34,8 @@ class Wanted:
 
     @classmethod
     def of(cls, tokens: Sequence[int], root: bytes, block_size: int) -> Wanted:
-        """Hashes the blocks of a prompt as its cache does; a token is left to compute."""
-        found, last = [], root
-        for start in range(0, len(tokens) - block_size, block_size):
-            last = chain_hash(last, tokens[start : start + block_size])
-            found.append(short_hash(last))
-        return cls(num_tokens=len(tokens), hashes=tuple(found))
+        """Hashes the blocks of a prompt as its cache does."""
+        return cls(num_tokens=len(tokens), hashes=tuple(map(short_hash, block_hashes(tokens, root, block_size))))
 
 
 def reading_s(cost: Sequence[float], step_tokens: int, beside: StepLoad, start: int, end: int) -> float:
@@ -72,9 +68,8 @@ class Load(Document):
     decode_contexts: int  # tokens before them
     num_unread_tokens: int  # of prompts that wait or are being read
     step_tokens: int  # that a step reads of prompts
-    step_cost: tuple[
-        float, float, float, float, float
-    ]  # seconds: step, token, token x context, decode and chunk context
+    # Seconds: step, token, token x context, decode and chunk context.
+    step_cost: tuple[float, float, float, float, float]
     backlog_s: float  # until every prompt that is there has been read
     hash_divisor: int = 1  # hashes that it does not divide are left out
     cached: str = ""  # the first four bytes of the hash of each cached block, in base64
