@@ -17,19 +17,9 @@ from penstock.errors import InvalidMedia, UnsupportedModel
 DEFAULT_ENCODER_BYTES = 256 * 2**20  # working memory of one call of the tower, where no budget is given
 DEFAULT_KEPT_BYTES = 256 * 2**20  # features that stay for the next prompt with the same media
 PIXELS = "pixel_values"
+ROWS_OF_PATCHES = frozenset({"image_position_ids", "spatial_shapes"})  # with these, pixels are patches in rows, padded
 # What processors return for images besides pixels, by the names that towers take them under.
-TENSORS = frozenset(
-    {
-        PIXELS,
-        "image_grid_thw",
-        "image_sizes",
-        "pixel_attention_mask",
-        "batch_num_images",
-        "image_position_ids",
-        "spatial_shapes",
-    }
-)
-ROWS_OF_PATCHES = {"image_position_ids", "spatial_shapes"}  # with these, pixels are patches in rows, padded
+TENSORS = ROWS_OF_PATCHES | {PIXELS, "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,9 +66,5 @@ class GridProcessor:
         ids = self.tokenizer.encode("".join([first, *expanded]), add_special_tokens=add_special_tokens).ids
         input_ids = torch.tensor([ids])
         types = (input_ids == self.tokenizer.token_to_id(self.image_token)).long()
-        return {
-            **found,
-            "input_ids": input_ids,
-            "attention_mask": torch.ones_like(input_ids),
-            "mm_token_type_ids": types,
-        }
+        made = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "mm_token_type_ids": types}
+        return found | made

@@ -34,6 +34,8 @@ from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.projections import (
     EXPERT_ROLES,
     RECURRENCE_NAMES,
+    RECURRENT_ROLES,
+    SHARED_ROLES,
     Projection,
     Role,
     layer_projections,
@@ -60,8 +62,6 @@ class Attention:
     made_OI: torch.Tensor | None = None  # makes keys and values of every head out of what is kept
 
 
-RECURRENT_ROLES: tuple[Role, ...] = ("recurrent_input", "recurrent_gates", "recurrent_output")
-SHARED_ROLES: tuple[Role, ...] = ("shared_gate_up", "shared_down")
 LATENT_EPS = 1e-6
 GATE_ROLES: tuple[Role, ...] = ("input_gate", "input_output")
 Recurrence = GatedDelta | Mamba | ShortConv

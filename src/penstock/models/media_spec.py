@@ -15,18 +15,8 @@ SEE_BEFORE += ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe
 SEE_SPANS = ("gemma3", "gemma4")
 NATIVE_MEDIA = (*SEE_BEFORE, *SEE_SPANS)
 # What a text part must say itself; where one is missing, the library's defaults hold and it is asked.
-REQUIRED = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+REQUIRED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+REQUIRED += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
 
 
 def sight_of(config: Mapping[str, Any]) -> Literal["causal", "span"]:

@@ -15,11 +15,9 @@ from penstock.models.spec import DecoderSpec
 # query: of queries that qkv gives in short.
 # gate_up: of MLPs without a gate, up alone. Layers may have inputs of their own: rows of a table, and the context that
 # all of them are made of; what they gate goes through input_gate and input_output.
+Outer = Literal["embeddings", "head", "layer_table", "layer_context"]
 Role = Literal[
-    "embeddings",
-    "head",
-    "layer_table",
-    "layer_context",
+    Outer,
     "qkv",
     "query",
     "output",
@@ -35,8 +33,9 @@ Role = Literal[
     "recurrent_gates",
     "recurrent_output",
 ]
-Outer = Literal["embeddings", "head", "layer_table", "layer_context"]
 EXPERT_ROLES: tuple[Role, ...] = ("expert_gate_up", "expert_down")
+SHARED_ROLES: tuple[Role, ...] = ("shared_gate_up", "shared_down")
+RECURRENT_ROLES: tuple[Role, ...] = ("recurrent_input", "recurrent_gates", "recurrent_output")
 LANES = 16  # outputs of codes that lie together
 RECURRENCE_NAMES: dict[type, str] = {DeltaSpec: "linear_attn", MambaSpec: "mamba", ConvSpec: "conv"}
 OUTSIDE_LAYERS = ("embeddings", "head", "layer_table")

@@ -14,7 +14,15 @@ from gguf.quants import IQ4_NL, MXFP4
 
 from penstock.models.files import ModelFiles
 from penstock.models.gguf_translation import hf_tensors
-from penstock.models.projections import EXPERT_ROLES, LANES, OUTSIDE_LAYERS, Projection, projections
+from penstock.models.projections import (
+    EXPERT_ROLES,
+    LANES,
+    OUTSIDE_LAYERS,
+    RECURRENT_ROLES,
+    SHARED_ROLES,
+    Projection,
+    projections,
+)
 from penstock.models.spec import DecoderSpec
 
 GROUP = 32  # inputs that share a scale, or two
@@ -31,14 +39,7 @@ STORED_TOGETHER = (
 )
 MIXTURE = "experts"  # in names
 # Of a checkpoint that is packed as it is read: what is not one matrix under one name, and small ones.
-ASKED_IN_DTYPE = (
-    *EXPERT_ROLES,
-    "recurrent_input",
-    "recurrent_gates",
-    "recurrent_output",
-    "shared_gate_up",
-    "shared_down",
-)
+ASKED_IN_DTYPE = (*EXPERT_ROLES, *SHARED_ROLES, *RECURRENT_ROLES)
 ASKED = {"int8": Type.Q8_0, "int4": Type.Q4_1}
 
 _Fields = tuple[tuple[str, str, tuple[int, ...]], ...]

@@ -13,14 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from penstock.errors import InvalidModelFile, UnsupportedModel, first_line
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-SLOW_TOKENIZER_FILES = (
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
+SLOW_TOKENIZER_FILES = ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model")
+SLOW_TOKENIZER_FILES += ("vocab.json", "vocab.txt", "tekken.json")
 MAX_TOKEN_ID = 1 << 31
 MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES = 16 << 20, 256 << 20
 
