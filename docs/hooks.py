@@ -31,7 +31,7 @@ from penstock.config import CONFIG_FILE, EngineConfig
 from penstock.lanes.lane import LaneFacts
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_architectures import ARCHITECTURES
-from penstock.models.media_spec import NATIVE_MEDIA
+from penstock.models.media_spec import NATIVE_MEDIA, SEE_SPANS
 from penstock.models.quantization import FLOATS, LANES, LAYOUTS, REGION, matrix_bytes
 from penstock.request import Failed, Finished, Output, PrefillProgress, SamplingParams, Token
 from penstock.trace.document import Trace
@@ -182,7 +182,8 @@ def _is_read(kind: GGMLQuantizationType, block_bytes: int) -> bool:
 
 
 def image_families() -> str:
-    rows = [(_code(kind), IMAGE_TEXT_NAMES[kind], SIGHT[sight]) for kind, sight in NATIVE_MEDIA.items()]
+    sights = {kind: "span" if kind in SEE_SPANS else "causal" for kind in NATIVE_MEDIA}
+    rows = [(_code(kind), IMAGE_TEXT_NAMES[kind], SIGHT[sight]) for kind, sight in sights.items()]
     return _table(("`model_type`", "models", "chunks end"), rows)
 
 
