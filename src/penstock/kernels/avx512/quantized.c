@@ -12,7 +12,7 @@
 #define MANY 64          /* rows that pay for a panel */
 #define PART 192         /* rows that share it */
 #define MAX_PANEL_BYTES ((size_t)512 << 10)
-#define AHEAD 16384       /* bytes that are asked for before they are needed, into the second cache */
+#define AHEAD 4096         /* bytes that are asked for before they are needed, into the second cache */
 
 _Static_assert(PART % TALL == 0 && PART % TILE_ROWS == 0, "a tile would write rows of the next part");
 
