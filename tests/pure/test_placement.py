@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.config import EngineConfig
 from penstock.engine.planning import plan_model
 from penstock.errors import InvalidSetting, MemoryTooSmall
+from penstock.plan.expert_slots import Mixture
 from penstock.plan.placement import NUM_READERS, NUM_SLOTS, READ_BYTES, Placement, StreamingPlan, place_layers, spread
 
 MB = 10**6
@@ -109,3 +110,35 @@ def test_every_layer_is_counted(tmp_path: Path):
     spec = decoder_spec(resolve("smollm2", weights=False).config)
     norms = spec.hidden_size * (2 * spec.num_layers + 1)
     assert sum(layer_bytes(spec, "bfloat16", None)) == 2 * (spec.num_parameters - spec.num_embedded - norms)
+
+
+MIXTURE = st.integers(1, 40).map(
+    lambda count: Mixture(num_experts=16, num_active=2, expert_bytes=(0, *[5 * MB] * count))
+)
+
+
+@given(MIXTURE, st.integers(1, 4000 * MB))
+def test_of_a_mixture_all_else_stays_while_experts_alone_save_what_is_lacking(mixture, lacking):
+    num_layers = len(mixture.expert_bytes)
+    sizes = [90 * MB] + [mixture.layer_bytes(index) + 10 * MB for index in range(1, num_layers)]
+    found = place_layers(sizes, lacking_bytes=lacking, mixture=mixture)
+    whole = place_layers(sizes, lacking_bytes=lacking)
+    most = mixture.layer_bytes(1) * (num_layers - 1 - NUM_SLOTS) - NUM_READERS * READ_BYTES - NUM_SLOTS * 4096
+    assert (found is None) == (whole is None)
+    if found is None or whole is None:
+        return
+    assert found.streams_experts_alone or lacking > most
+    assert 0 not in found.streamed or not found.streams_experts_alone, "it has no experts"
+    chosen = 2 * sum(mixture.expert_bytes[index] for index in found.streamed)
+    others = 0 if found.streams_experts_alone else sum(sizes[i] - mixture.layer_bytes(i) for i in found.streamed)
+    assert found.token_bytes == chosen + others
+    assert found.pass_bytes == sum(mixture.layer_bytes(index) for index in found.streamed) + others
+
+
+@given(MIXTURE, st.integers(1, 2000 * MB))
+def test_what_is_left_of_the_budget_is_for_experts(mixture, lacking):
+    sizes = [mixture.layer_bytes(index) + 10 * MB for index in range(len(mixture.expert_bytes))]
+    found = place_layers(sizes, lacking_bytes=lacking, mixture=mixture)
+    if found is not None:
+        assert lacking <= found.saved_bytes < lacking + 4096
+        assert found.saved_bytes == found.pass_bytes - found.ring_bytes

@@ -111,6 +111,7 @@ struct packing {
 struct of_experts {
     const bf16 *weight;     /* of the first */
     const bf16 *bias;       /* of the first, or NULL */
+    const int64_t *places;  /* [experts]: bytes from the first's matrix to each, or NULL: they lie one after another */
     int64_t bytes;          /* from an expert's matrix to that of the next */
     enum type type;
     int32_t num_inputs, num_outputs;

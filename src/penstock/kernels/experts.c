@@ -202,7 +202,8 @@ static void multiply_slice(const struct wave *w, const struct of_experts *with, 
     };
     size_t skipped = with->type == BF16 ? sizeof(bf16) * (size_t)first * with->num_inputs
                                         : first / BLOCK_OUTPUTS * block_bytes(with->type, num_groups_of(&p));
-    p.weight = (const bf16 *)((const char *)with->weight + expert * with->bytes + skipped);
+    int64_t place = with->places ? with->places[expert] : expert * with->bytes;
+    p.weight = (const bf16 *)((const char *)with->weight + place + skipped);
     p.bias = with->bias ? with->bias + (size_t)expert * with->bias_stride + first : NULL;
     if (w->is_down) {
         p.rows = w->at->inner + (size_t)row * with->num_inputs;

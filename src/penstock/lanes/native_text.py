@@ -153,7 +153,8 @@ def native_lane(
     place, memory, device, dtype = loading.place, loading.memory, loading.device, loading.dtype
     quantization, stream = place.quantization, None
     if memory.placement.streamed:
-        packs = PackFolder(place.files if loading.weights is None else None, spec, place.dtype, quantization)
+        stays = memory.placement.streams_experts_alone
+        packs = PackFolder(place.files if loading.weights is None else None, spec, place.dtype, quantization, stays)
         stream = LayerStream(memory.placement, packs)
     decoder = Decoder(spec, dtype=dtype, device=device, quantization=quantization, stream=stream)
     if place.files.adapter is not None:

@@ -11,7 +11,7 @@ from penstock.errors import UnsupportedModel
 from penstock.lanes.lane import Claim, LaneFacts, LaneKind
 from penstock.lanes.place import Place
 from penstock.models.layer_packs import read_speed
-from penstock.models.shapes import layer_bytes, native_shape
+from penstock.models.shapes import layer_bytes, mixture_of, native_shape
 from penstock.models.spec import decoder_spec, is_supported
 from penstock.plan.machine import num_physical_cores
 from penstock.plan.memory import MemoryModel, ModelShape
@@ -38,7 +38,8 @@ def price(place: Place, verdict: Verdict | None = None) -> MemoryModel:
     if place.device != "cpu":  # a card reads no layers from disk, and is not given wide steps in tiles
         return memory
     spec = decoder_spec(place.files.config)
-    return place.streaming(replace(memory, tile_tokens=TILE_TOKENS), layer_bytes(spec, place.dtype, place.quantization))
+    model = spec, place.dtype, place.quantization
+    return place.streaming(replace(memory, tile_tokens=TILE_TOKENS), layer_bytes(*model), mixture_of(*model))
 
 
 def shape_of(config: Mapping[str, Any], place: Place) -> ModelShape:

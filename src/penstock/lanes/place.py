@@ -23,6 +23,7 @@ from penstock.models.files import ModelFiles
 from penstock.models.quantization import Quantization, expanded_types, has_codes_for_card, quantization_of, stored_types
 from penstock.models.shapes import DTYPE_BYTES
 from penstock.plan.devices import DeviceMemory
+from penstock.plan.expert_slots import Mixture
 from penstock.plan.machine import default_memory_budget
 from penstock.plan.memory import AttentionTiling, MemoryModel, ModelShape
 from penstock.plan.placement import place_layers
@@ -130,7 +131,7 @@ class Place:
         num_checkpoints = min(num_slots // 2, self.config.max_checkpoints) if has_checkpoints else 0
         return min(self.config.max_running, num_slots - num_checkpoints), num_checkpoints
 
-    def streaming(self, memory: MemoryModel, layer_bytes: Sequence[int]) -> MemoryModel:
+    def streaming(self, memory: MemoryModel, layer_bytes: Sequence[int], mixture: Mixture | None) -> MemoryModel:
         """Makes layers stream where those that stay would leave no room to read a prompt."""
         config, budget = self.config, self.budget_bytes
         longest = memory.shape.max_context
@@ -141,7 +142,7 @@ class Place:
             for tile in STREAMED_TILES:
                 narrow = replace(memory, tile_tokens=tile)
                 needed = narrow.budget_for(num_tokens, chunk=min(num_tokens, SWEEP_TOKENS))
-                placement = place_layers(layer_bytes, lacking_bytes=needed - budget)
+                placement = place_layers(layer_bytes, lacking_bytes=needed - budget, mixture=mixture)
                 if placement is not None:
                     streams = f"{len(placement.streamed)} of {placement.num_layers} layers would stream from disk"
                     config.refuse_if_strict(f"{streams} for each step", f"Raise --memory to {written_budget(needed)}.")

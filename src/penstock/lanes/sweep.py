@@ -55,7 +55,7 @@ class Sweep:
         """Hidden states [T, M] of every token of the step, after all layers or those that are asked for."""
         decoder, stream, layers = self._decoder, self._decoder.stream, inputs.layers
         if stream is not None:
-            stream.begin()
+            stream.begin(len(inputs.ids_T))
         first, end = (layers.first, layers.end) if layers is not None else (0, len(decoder.layers))
         hidden_TM, passages = self._stopped.pop(inputs.sequence_ids[0]) if first else self._begin(inputs)
         for index in range(first, end):

@@ -43,6 +43,9 @@ def mixture_fields(kernels: CKernels, experts: Experts, num_inputs: int) -> dict
         "bias": address(experts.down_bias_EM),
         "bias_stride": num_inputs,
     }
+    if experts.streamed is not None:
+        for fields, places in zip(found.values(), experts.streamed.addresses, strict=True):
+            fields["places"] = places
     name = ACTIVATIONS[experts.activation] if spec.clamp is None else "CLAMPED_SILU"
     return {
         **found,

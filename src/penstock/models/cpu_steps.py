@@ -19,6 +19,7 @@ from penstock.models.decoder import Attention, Decoder, Layer, Passage
 from penstock.models.experts import Experts
 from penstock.models.layers import GatedMlp, LayerNorm, Linear, RmsNorm
 from penstock.models.quantization import HALF_GROUP
+from penstock.models.streamed_experts import StreamedExperts
 
 MAX_ROWS = 1088  # a chunk of 1,024 and tokens beside it
 
@@ -55,6 +56,7 @@ class CompiledSteps:
             self._weights_RA = _rows(spec.experts.num_active, torch.float32)
         self._calls: list[tuple[int, Any]] = []  # (kind, struct), kept alive: the table holds their addresses
         self._ends: list[int] = []  # of the calls of each layer
+        self._choices: dict[int, StreamedExperts] = {}  # to be read, by the number of calls until rows have chosen
         self._last_stored = 0  # calls until the last layer's keys and values are in the pages
         for layer in decoder.layers:
             assert isinstance(layer.mixer, Attention)
@@ -97,10 +99,14 @@ class CompiledSteps:
         first, last = self._ends[layers.start - 1] if layers.start else 0, self._ends[layers.stop - 1]
 
         def run(first: int, last: int, num_rows: int) -> None:
-            fields = {"calls": self._table + first, "workspace": workspace(num_bytes).data_ptr()}
-            fields["layout"] = self._compiled.layout(self._decoder.spec.num_heads)  # of the step that is begun
-            step = ffi().new("struct step *", fields | {"num_calls": last - first, "num_rows": num_rows})
-            self._kernels.library.penstock_run_step(step)
+            for end in [*(at for at in self._choices if first < at < last), last]:
+                fields = {"calls": self._table + first, "workspace": workspace(num_bytes).data_ptr()}
+                fields["layout"] = self._compiled.layout(self._decoder.spec.num_heads)  # of the step that is begun
+                step = ffi().new("struct step *", fields | {"num_calls": end - first, "num_rows": num_rows})
+                self._kernels.library.penstock_run_step(step)
+                if end in self._choices:
+                    self._choices[end].take(self._chosen_RA[:num_rows])
+                first = end
 
         asked = passage.inputs.of_asked_rows() if layers.stop == len(self._ends) else None
         if asked is None:
@@ -169,6 +175,8 @@ class CompiledSteps:
         chosen = {"experts": self._chosen_RA.data_ptr(), "weights": self._weights_RA.data_ptr()}
         read = {"rows": self._normed_RM.data_ptr()} | chosen
         self._list("routing", routing_fields(experts) | read | {"logits": self._scores_RE.data_ptr()})
+        if experts.streamed is not None:
+            self._choices[len(self._calls)] = experts.streamed
         mixture = mixture_fields(self._kernels, experts, self._decoder.spec.hidden_size)
         self._mixture = mixture | read | {"out": self._hidden_RM.data_ptr()}
         self._list("mixture", self._mixture)

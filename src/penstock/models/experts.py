@@ -19,6 +19,7 @@ from penstock.models.layer_specs import ExpertsSpec, SigmoidRouting
 from penstock.models.layers import Linear, Mlp, RmsNorm, gated_activation, plain_activation, product, wide_product
 from penstock.models.mxfp4 import Mxfp4Matrices
 from penstock.models.quantized import QuantizedMatrix, Weight
+from penstock.models.streamed_experts import StreamedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Experts:
     scales_E: torch.Tensor | None = None  # of the weights, once they are chosen
     routed_TM: torch.Tensor | None = None  # what the router reads of this step, normed
     num_real_1: torch.Tensor | None = None  # on a GPU: tokens before the padding; None: there is none
+    streamed: StreamedExperts | None = None  # where they are read for each step; None: they stay
 
     @classmethod
     def empty(
@@ -87,6 +89,8 @@ class Experts:
             self._add_in_c(kernels, out_TM, x_TM)
             return out_TM
         weights_TA, experts_TA = self.route(x_TM)
+        if self.streamed is not None:
+            self.streamed.take(experts_TA)
         mixed = self._of_one if len(x_TM) == 1 else self._of_many
         out_TM = mixed(x_TM, weights_TA, experts_TA)
         if self.shared is not None:
@@ -135,6 +139,8 @@ class Experts:
         else:
             logits_TE = cpu_experts.scores(kernels, self, x_TM)
             weights_TA, experts_TA = self._by_scores(self.spec.sigmoid, logits_TE)
+        if self.streamed is not None:
+            self.streamed.take(experts_TA)
         cpu_experts.add_mixed(kernels, self, out_TM, x_TM, weights_TA, experts_TA)
         if self.shared is not None and self.shared_gate is None:
             self.shared.add_to(out_TM, x_TM)
@@ -205,7 +211,7 @@ class Experts:
             for one, size in zip((self.gate_up, self.down), sizes, strict=True)
             if not isinstance(one, Mxfp4Matrices)
         ]
-        return found[0], found[1]
+        return (found[0], found[1]) if self.streamed is None else self.streamed.moved(expert, (found[0], found[1]))
 
     @property
     def gate_up_EFM(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ from penstock.errors import InvalidModelFile, MemoryTooSmall
 from penstock.models.files import ModelFiles
 from penstock.plan.placement import NUM_READERS, PAGE, READ_BYTES
 
-FORMAT = 2  # of the memory of a layer; another one is another folder
+FORMAT = 3  # of the memory of a layer; another one is another folder
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # of Linux
 MEASURED_READS = 12
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from penstock.models.generic_spec import GenericSpec
 from penstock.models.layer_specs import state_bytes
-from penstock.models.projections import layer_projections
+from penstock.models.projections import EXPERT_ROLES, Projection, layer_projections
 from penstock.models.quantization import GROUP_SUM_BYTES, HALF_GROUP, Quantization, matrix_bytes, quantized_sizes
 from penstock.models.spec import DecoderSpec, decoder_spec
+from penstock.plan.expert_slots import Mixture
 from penstock.plan.memory import ModelShape
 
 ROUTE_BYTES = 12  # of a row in a mixture: its expert, its weight and its place
@@ -54,12 +55,30 @@ def layer_bytes(spec: DecoderSpec, dtype: str, quantization: Quantization | None
     for index in range(spec.num_layers):
         num_bytes = spec.layer_parameters(index) * DTYPE_BYTES[dtype]
         for projection in layer_projections(spec, index).values():
-            if quantization is not None and (types := quantization.types(projection)) is not None:
-                num_inputs = projection.num_inputs
-                num_bytes -= projection.num_outputs * num_inputs * DTYPE_BYTES[dtype]
-                num_bytes += sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
+            num_bytes -= projection.num_outputs * projection.num_inputs * DTYPE_BYTES[dtype]
+            num_bytes += _projection_bytes(projection, dtype, quantization)
         found.append(num_bytes)
     return found
+
+
+def mixture_of(spec: DecoderSpec, dtype: str, quantization: Quantization | None) -> Mixture | None:
+    """Counts what one expert of each layer takes; None where no layer has some."""
+    if spec.experts is None:
+        return None
+    found = []
+    for index in range(spec.num_layers):
+        projections = layer_projections(spec, index)
+        of_experts = [projections[role] for role in EXPERT_ROLES if role in projections]
+        num_bytes = sum(_projection_bytes(projection, dtype, quantization) for projection in of_experts)
+        found.append(num_bytes // spec.experts.num_experts)
+    return Mixture(num_experts=spec.experts.num_experts, num_active=spec.experts.num_active, expert_bytes=tuple(found))
+
+
+def _projection_bytes(projection: Projection, dtype: str, quantization: Quantization | None) -> int:
+    num_inputs = projection.num_inputs
+    if quantization is None or (types := quantization.types(projection)) is None:
+        return projection.num_outputs * num_inputs * DTYPE_BYTES[dtype]
+    return sum(matrix_bytes(kind, num_outputs, num_inputs) for kind, num_outputs in types)
 
 
 def _expert_bytes(spec: DecoderSpec, dtype_bytes: int, device: str, *, has_codes: bool) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import CPU_GFLOPS_OF_A_CORE, DISK_BYTES_PER_S, MB, MIB
 from penstock.document import Document
+from penstock.plan.expert_slots import Mixture
 
 NUM_SLOTS = 3  # of the ring: one layer is computed, one is there, one is being read
 NUM_READERS = 2  # threads that read
@@ -22,13 +23,21 @@ class Placement:
     num_layers: int = 0
     pass_bytes: int = 0  # that a pass over all layers reads
     slot_bytes: int = 0
+    mixture: Mixture | None = None  # whose experts stream
+    streams_experts_alone: bool = False  # all else of a layer stays
+    cache_bytes: int = 0  # for experts beside the ring
 
     @property
     def ring_bytes(self) -> int:
-        """Counts the slots, and the buffers of those who read."""
+        """Counts the slots, the room for experts, and the buffers of those who read."""
         if not self.streamed:
             return 0
-        return min(NUM_SLOTS, len(self.streamed)) * self.slot_bytes + NUM_READERS * READ_BYTES
+        return min(NUM_SLOTS, len(self.streamed)) * self.slot_bytes + self.cache_bytes + NUM_READERS * READ_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        """Counts what a pass of one token reads at most."""
+        return self.pass_bytes - sum(self.mixture.spared_bytes(index) for index in self.streamed if self.mixture)
 
     @property
     def saved_bytes(self) -> int:
@@ -40,19 +49,30 @@ def spread(num_streamed: int, num_layers: int) -> tuple[int, ...]:
     return tuple((2 * index + 1) * num_layers // (2 * num_streamed) for index in range(num_streamed))
 
 
-def place_layers(layer_bytes: Sequence[int], *, lacking_bytes: int) -> Placement | None:
-    """Streams as few layers as save what is lacking; None where that cannot be had."""
+def place_layers(layer_bytes: Sequence[int], *, lacking_bytes: int, mixture: Mixture | None = None) -> Placement | None:
+    """Streams as few layers as save what is lacking; None where that cannot be had.
+
+    Of a mixture the experts alone, if that saves it: all else is needed for every token. What is left is for experts.
+    """
     if lacking_bytes <= 0:
         return Placement(num_layers=len(layer_bytes))
-    for num_streamed in range(1, len(layer_bytes) + 1):
-        streamed = spread(num_streamed, len(layer_bytes))
+    of_experts = [] if mixture is None else [mixture.layer_bytes(index) for index in range(len(layer_bytes))]
+    experts = _placed(of_experts, lacking_bytes)
+    found = experts or _placed(layer_bytes, lacking_bytes)
+    if found is None or mixture is None:
+        return found
+    cache_bytes = (found.saved_bytes - lacking_bytes) // PAGE * PAGE
+    return replace(found, mixture=mixture, streams_experts_alone=experts is not None, cache_bytes=cache_bytes)
+
+
+def _placed(layer_bytes: Sequence[int], lacking_bytes: int) -> Placement | None:
+    """Streams as few layers as save that much, of those that have bytes to stream."""
+    layers = [index for index, num_bytes in enumerate(layer_bytes) if num_bytes]
+    for num_streamed in range(1, len(layers) + 1):
+        streamed = tuple(layers[at] for at in spread(num_streamed, len(layers)))
         sizes = [layer_bytes[index] for index in streamed]
-        found = Placement(
-            streamed=streamed,
-            num_layers=len(layer_bytes),
-            pass_bytes=sum(sizes),
-            slot_bytes=-(-max(sizes) // PAGE) * PAGE,
-        )
+        slot_bytes = -(-max(sizes) // PAGE) * PAGE
+        found = Placement(streamed=streamed, num_layers=len(layer_bytes), pass_bytes=sum(sizes), slot_bytes=slot_bytes)
         if found.saved_bytes >= lacking_bytes:
             return found
     return None
