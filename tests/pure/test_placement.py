@@ -142,3 +142,16 @@ def test_what_is_left_of_the_budget_is_for_experts(mixture, lacking):
     if found is not None:
         assert lacking <= found.saved_bytes < lacking + 4096
         assert found.saved_bytes == found.pass_bytes - found.ring_bytes
+
+
+def test_a_plan_tells_what_a_token_reads():
+    mixture = Mixture(num_experts=10, num_active=1, expert_bytes=(10**8,) * 8)
+    placement = Placement(
+        streamed=(0, 1, 2, 3), num_layers=8, pass_bytes=4 * 10**9, slot_bytes=10**9, mixture=mixture, cache_bytes=4096
+    )
+    plan = StreamingPlan.of(placement, flops_per_token=8e9, num_cores=2, bytes_per_s=2e9)
+    assert plan is not None
+    assert (plan.token_bytes, plan.cache_bytes) == (4 * 10**8, 4096)
+    assert plan.summary().endswith(
+        "; about 400 MB for each token that is written, 0.2 s, as it reads no experts but its own"
+    )

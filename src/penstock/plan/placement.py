@@ -88,6 +88,8 @@ class StreamingPlan(Document):
     bytes_per_s: float  # of the disk
     is_measured: bool  # whether the disk was measured for this plan; else it was assumed
     compute_bound_tokens: int  # of a step, from which on computing takes longer than reading
+    token_bytes: int | None = None  # that a single token of a mixture reads at most; None: as every step
+    cache_bytes: int = 0  # for experts that were used lately, beside the ring
 
     @classmethod
     def of(
@@ -107,13 +109,20 @@ class StreamingPlan(Document):
             bytes_per_s=speed,
             is_measured=bytes_per_s is not None,
             compute_bound_tokens=max(1, round(tokens)),
+            token_bytes=None if placement.mixture is None else placement.token_bytes,
+            cache_bytes=placement.cache_bytes,
         )
 
     def summary(self) -> str:
         """Says it in a sentence."""
         known = "as measured" if self.is_measured else "as assumed"
-        return (
+        told = (
             f"{self.num_streamed} of {self.num_layers} layers stream from disk: {self.pass_bytes / MB:,.0f} MB for "
             f"each step, {self.pass_s:.1f} s at {self.bytes_per_s / MB:,.0f} MB/s {known}; steps of "
             f"{self.compute_bound_tokens:,} tokens and more take longer to compute"
         )
+        if self.token_bytes is None:
+            return told
+        token_s = self.token_bytes / self.bytes_per_s
+        written = f"about {self.token_bytes / MB:,.0f} MB for each token that is written, {token_s:.1f} s"
+        return f"{told}; {written}, as it reads no experts but its own"
