@@ -1,8 +1,10 @@
 """What users of the engine rely on: streaming, many requests, cancellation, sampling, stops, probabilities."""
 
 import dataclasses
+import gc
 import io
 import json
+import weakref
 
 import pytest
 import torch
@@ -101,6 +103,16 @@ def test_closing_the_iterator_cancels_the_request(load):
     next(events)
     events.close()
     assert not engine.scheduler.has_work
+
+
+def test_a_closed_engine_that_is_still_named_gives_its_weights_back(load):
+    engine = load()
+    handle = engine.submit(prompt(20), max_tokens=2)
+    output = engine.generate(prompt(30), max_tokens=2)
+    lane = weakref.ref(engine.model.lane)
+    engine.close()
+    gc.collect()
+    assert lane() is None, (engine, handle, output)
 
 
 def test_steps_return_each_event_once_and_forget_what_ended(load):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ class HeldMemory:
 
     def __init__(self, lane: Lane, device: torch.device, runtime_bytes: int) -> None:
         self._card = device if device.type == "cuda" else None
-        self._lane = lane
+        self._lane = weakref.ref(lane)  # what counts memory must not hold it: a closed engine gives its weights back
         self._runtime_bytes = runtime_bytes
 
     @property
@@ -38,7 +39,8 @@ class HeldMemory:
     @property
     def _fixed_bytes(self) -> int:
         """Counts what torch's tensors do not hold: the context, and what captures keep."""
-        return self._runtime_bytes + self._lane.recorded_bytes
+        lane = self._lane()
+        return self._runtime_bytes + (0 if lane is None else lane.recorded_bytes)
 
     def give_back(self) -> None:
         """What was freed, so that it can be taken again in other sizes."""
